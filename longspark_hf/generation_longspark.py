@@ -1,0 +1,409 @@
+"""When a draft happens: the seam into `generate`, the candidate generator of one call, and its statistics.
+
+Knows: the stock assisted-decoding loop of transformers and what it asks of a candidate generator.
+Does not know: what is computed in a draft (modeling_longspark) or how views are taken (tap_longspark).
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import Cache
+from transformers.generation import (
+    CandidateGenerator,
+    EosTokenCriteria,
+    GenerationMixin,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.utils import logging
+
+from .cache_longspark import LongSparkCache
+from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
+from .target_longspark import BorrowedTarget, check_fit
+
+
+if TYPE_CHECKING:
+    from .modeling_longspark import LongSparkDrafter
+
+logger = logging.get_logger(__name__)
+
+# They change state of their own whenever they are called, and verifying calls them for tokens that are then rejected.
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# The loop itself cuts a round at these.
+CRITERIA_OF_THE_LOOP = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+
+
+@dataclass
+class LongSparkStats:
+    r"""
+    What one `generate` call did.
+
+    Args:
+        rounds (`int`): Verification passes after the prefill.
+        tokens (`int`): Tokens committed in those rounds; the token that follows from the prefill is not counted.
+        accepted_by_position (`list[int]`): How many rounds kept the draft token at each position of the block.
+        prefill_seconds, draft_seconds, verify_seconds (`float`): Wall clock of the phases.
+        state_bytes (`int`): Size of the drafter's state.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    state_bytes: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens committed per round (τ in the paper); 0 when there was no round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def count_round(self, committed: int) -> None:
+        """Record a round that committed `committed` tokens: accepted drafts and one of the target's own."""
+        self.rounds += 1
+        self.tokens += committed
+        for position in range(committed - 1):
+            self.accepted_by_position[position] += 1
+
+
+class LongSparkCandidateGenerator(CandidateGenerator):
+    r"""
+    Candidates for the stock assisted-decoding loop, for one `generate` call. A context manager: it taps the target inside.
+
+    Args:
+        drafter ([`LongSparkDrafter`]): Drafts.
+        borrowed ([`BorrowedTarget`]): The target's modules.
+        tap ([`TargetTap`]): Over the cache of this call.
+        generation_config (`GenerationConfig`): Prepared by `generate`; `num_assistant_tokens` caps the draft.
+        logits_processor (`LogitsProcessorList`): Prepared by `generate`; applied to the draft as to the target.
+        stopping_criteria (`StoppingCriteriaList`, *optional*):
+            Prepared by `generate`. The loop looks at them between rounds only, so a draft is cut before the first token
+            that would fire one: that token can then only come as the last of its round.
+
+    Raises:
+        `ValueError`: if a logits processor keeps state that speculative decoding would corrupt.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        drafter: "LongSparkDrafter",
+        borrowed: BorrowedTarget,
+        tap: TargetTap,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ):
+        for processor in logits_processor:
+            if isinstance(processor, STATEFUL_PROCESSORS):
+                raise ValueError(
+                    f"`{type(processor).__name__}` keeps state from call to call and would see rejected draft tokens. "
+                    "Generate without `assistant_model`, or without this processor."
+                )
+        self.drafter, self.borrowed, self.tap = drafter, borrowed, tap
+        self.generation_config = generation_config
+        self.logits_processor = logits_processor
+        self.custom_criteria = [c for c in stopping_criteria or () if not isinstance(c, CRITERIA_OF_THE_LOOP)]
+        self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
+        self._length: int | None = None
+        self._clock = 0.0
+        self._drafting = True
+
+    def get_candidate_generator(self, **_: Any) -> "LongSparkCandidateGenerator":
+        """The seam asks the loop's `assistant_model`, which is this object, for its candidate generator."""
+        return self
+
+    def get_candidates(
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        r"""
+        Draft after `input_ids`. The first call drafts nothing, so that the target prefills.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): All tokens so far.
+            model_kwargs (`dict`, *optional*): Of the loop; `position_ids` are read.
+
+        Returns:
+            `tuple(torch.LongTensor, torch.Tensor)`: `input_ids` with the draft appended, and the logits whose softmax is
+            the draft's distribution, of shape `(1, draft_length, vocab_size)`; `None` when nothing was sampled.
+        """
+        model_kwargs = model_kwargs or {}
+        if self._length is None:
+            self._length, self._clock = input_ids.shape[1], time.perf_counter()
+            return input_ids, None
+        self._commit(input_ids.shape[1] - self._length)
+        self._length = input_ids.shape[1]
+        model_kwargs.pop("inputs_embeds", None)  # the prompt's; the loop reads them in its first pass only
+
+        candidates = self._draft(input_ids, model_kwargs.get("position_ids"))
+        now = time.perf_counter()
+        self.stats.draft_seconds += now - self._clock
+        self._clock = now
+        return candidates
+
+    def _commit(self, committed: int) -> None:
+        now = time.perf_counter()
+        if self.tap.prefilling:
+            self.stats.prefill_seconds = now - self._clock
+            self.tap.commit()
+        else:
+            self.stats.verify_seconds += now - self._clock
+            self.stats.count_round(committed)
+            self.tap.commit(committed)
+        self._clock = now
+
+    def _draft(
+        self, input_ids: torch.LongTensor, position_ids: torch.LongTensor | None
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        config = self.generation_config
+        limit = config.num_assistant_tokens
+        budget = config.max_length - input_ids.shape[1] - 1
+        num_tokens = min(self.drafter.config.block_size, budget, budget if limit is None else int(limit))
+        if num_tokens <= 0 or not self._drafting:
+            return input_ids, None
+
+        state = self.tap.state
+        if position_ids is None:
+            anchor_position = state.layers[0].num_rows
+        else:  # a multimodal target has one row of positions per axis, equal for text
+            anchor_position = position_ids[..., -1] if position_ids.ndim == 2 else position_ids[0, :, -1]
+        draft = self.drafter.draft(
+            input_ids[:, -1],
+            anchor_position,
+            state,
+            self.borrowed,
+            num_tokens=num_tokens,
+            do_sample=config.do_sample,
+            logits_processor=self.logits_processor,
+            input_ids=input_ids,
+        )
+        # The one look at the device of this round.
+        finite, *possible = torch.cat([draft.finite[:, None], draft.possible], dim=1)[0].tolist()
+        if not finite:
+            self._drafting = False
+            logger.warning(
+                "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be "
+                "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
+            )
+            return input_ids, None
+        if False in possible:
+            num_tokens = possible.index(False)
+        candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
+        for length in range(input_ids.shape[1] + 1, candidates.shape[1] + 1) if self.custom_criteria else ():
+            if any(bool(torch.as_tensor(fires(candidates[:, :length], None)).any()) for fires in self.custom_criteria):
+                candidates = candidates[:, : length - 1]
+                break
+        num_tokens = candidates.shape[1] - input_ids.shape[1]
+        with_logits = num_tokens > 0 and (config.do_sample or config.assistant_ensemble_weight is not None)
+        return candidates, draft.logits[:, :num_tokens] if with_logits else None
+
+    def finish(self) -> None:
+        """Commit the last round after the loop ended well; the target cache tells how much of it was kept."""
+        kept = 0 if self.tap.prefilling else int(self.tap.target_cache.get_seq_length()) - self.tap.num_rows
+        self._commit(kept)
+        self.stats.state_bytes = self.tap.state.nbytes
+
+    def update_candidate_strategy(self, *_: Any, **__: Any) -> None:
+        """Nothing to adapt."""
+
+
+class LongSparkAssistant:
+    """The part of a drafter that `generate` talks to."""
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """
+        Raise if this drafter cannot draft for a target.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+
+        Raises:
+            `ValueError`: naming both values and the fix.
+        """
+        check_fit(self.config, target)
+
+    def assisted_decoding(
+        self,
+        loop: Callable[..., Any],
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        **kwargs: Any,
+    ) -> Any:
+        r"""
+        One `generate` call with this drafter. The seam calls it in place of the stock loop, which it runs in the end.
+
+        Args:
+            loop (`Callable`): `GenerationMixin._assisted_decoding` as it was.
+            target (`PreTrainedModel`): The model whose `generate` was called.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): The prompt; may be empty with `inputs_embeds`.
+            generation_config, logits_processor, stopping_criteria, kwargs: As prepared by `generate`.
+
+        Returns:
+            What the loop returns.
+
+        Raises:
+            `ValueError`: before any token is generated, if drafter and target do not fit or the call asks for something
+            that cannot be supported.
+        """
+        inputs_embeds = kwargs.get("inputs_embeds")
+        prompt_length = input_ids.shape[1] or (0 if inputs_embeds is None else inputs_embeds.shape[1])
+        end = generation_config.max_length + prompt_length - input_ids.shape[1]
+        check_fit(self.config, target, max_length=end, start=prompt_length)
+        if input_ids.shape[0] > 1:
+            raise ValueError(
+                f"Got a batch of {input_ids.shape[0]} sequences with `assistant_model`; assisted generation drafts for one "
+                "sequence at a time. Call `generate` once per sequence, or leave out `assistant_model`."
+            )
+        cache_name = "cache" if "cache" in kwargs else "past_key_values"  # its name before transformers 5.24
+        target_cache = kwargs.get(cache_name)
+        if not isinstance(target_cache, Cache):
+            raise ValueError(
+                f"Assisted generation needs a `Cache` for the target, got {type(target_cache).__name__}. Do not pass "
+                "`use_cache=False`."
+            )
+        attention_mask = kwargs.get("attention_mask")
+        if inputs_embeds is not None and input_ids.shape[1] == 0 and attention_mask is not None:
+            raise ValueError(
+                "`inputs_embeds` with padding cannot be combined with `assistant_model`: the loop loses the mask. Drop the "
+                "padded positions from `inputs_embeds` and `attention_mask`."
+            )
+
+        state = self._resume(target, target_cache, input_ids, generation_config, kwargs)
+        borrowed = BorrowedTarget.of(target, self.config)
+        # A compiled target forward would trace through the tap.
+        generation_config.disable_compile = True
+        # The loop switches the recording of past rows on and leaves it on, in a cache that may be the user's.
+        recording = [(layer, layer.record_past) for layer in target_cache.layers if hasattr(layer, "record_past")]
+        try:
+            with TargetTap(borrowed, self.config, target_cache, state, attention_mask) as tap:
+                generator = LongSparkCandidateGenerator(
+                    self, borrowed, tap, generation_config, logits_processor, stopping_criteria
+                )
+                output = loop(
+                    target,
+                    input_ids,
+                    generation_config=generation_config,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    assistant_model=generator,
+                    **kwargs,
+                )
+                generator.finish()
+        finally:
+            for layer, record_past in recording:
+                layer.record_past = record_past
+        leave_state(target_cache, state, self.config)
+        self.stats = generator.stats
+        return output
+
+    def _resume(
+        self,
+        target: PreTrainedModel,
+        target_cache: Cache,
+        input_ids: torch.LongTensor,
+        generation_config: GenerationConfig,
+        kwargs: dict[str, Any],
+    ) -> LongSparkCache:
+        """
+        The drafter state for the rows already in the target's cache. Changes `kwargs` so that the loop's first pass
+        processes only what is new; left alone it would process a full prompt again on top of the cached one.
+        """
+        fresh = self.new_cache()
+        past = int(target_cache.get_seq_length())
+        state, covered = take_state(target_cache, fresh, self.config)
+        if past == 0:
+            return fresh
+
+        attention_mask, inputs_embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        # `generate` drops a mask of ones, having noted its length.
+        mask_length = (
+            getattr(generation_config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+        )
+        has_all_ids = input_ids.shape[1] > 0 and mask_length in (-1, input_ids.shape[1])
+        has_full_prompt = has_all_ids or inputs_embeds is not None
+        length = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
+        if has_full_prompt and length <= past:
+            raise ValueError(
+                f"The cache already holds {past} tokens but the prompt has {length}: nothing is left to process. Pass the "
+                "whole conversation including new tokens, or `crop` the cache so that at least the last token is new."
+            )
+
+        if not holds_rows_from(target_cache, self.config, covered):
+            if has_full_prompt:
+                target_cache.reset()
+                return fresh
+            logger.warning_once(
+                "The cache no longer holds all rows of the drafter's sliding layers; its summary starts at the oldest row "
+                "held. Output is not affected; drafts may be accepted less often. Pass the whole conversation to avoid it."
+            )
+        absorb_held_rows(target_cache, state, self.config, covered, attention_mask)
+        if inputs_embeds is not None:
+            kwargs["inputs_embeds"] = inputs_embeds[:, past:]
+        elif has_all_ids:
+            # Embeddings of the new tokens: the loop's first pass then runs over these alone.
+            kwargs["inputs_embeds"] = target.get_input_embeddings()(input_ids[:, past:])
+        return state
+
+
+def install() -> None:
+    """
+    Let `generate` ask an assistant model that knows how to assist. Done once per process, on import; repeated calls and
+    other copies of this file (remote code beside the installed package) change nothing.
+
+    Two methods are wrapped: `_assisted_decoding` hands the call to `assistant_model.assisted_decoding`, and
+    `_get_candidate_generator` takes `assistant_model.get_candidate_generator()`; both only where that method exists.
+    Every other call runs the original. [`uninstall`] undoes it.
+    """
+    for name, wrap in (("_assisted_decoding", _wrap_decoding), ("_get_candidate_generator", _wrap_candidates)):
+        original = getattr(GenerationMixin, name)
+        if not hasattr(original, "_longspark_seam"):
+            wrapper = functools.wraps(original)(wrap(original))  # `generate` reads the signature
+            wrapper._longspark_seam = True
+            setattr(GenerationMixin, name, wrapper)
+
+
+def uninstall() -> None:
+    """Give `GenerationMixin` its own methods back. Drafters then do nothing until [`install`] is called again."""
+    for name in ("_assisted_decoding", "_get_candidate_generator"):
+        method = getattr(GenerationMixin, name)
+        if hasattr(method, "_longspark_seam"):
+            setattr(GenerationMixin, name, method.__wrapped__)
+
+
+def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _assisted_decoding(
+        self: Any, input_ids: torch.LongTensor, *args: Any, assistant_model: Any = None, **kwargs: Any
+    ):
+        assist = getattr(assistant_model, "assisted_decoding", None)
+        if assist is not None:
+            return assist(original, self, input_ids, *args, **kwargs)
+        return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+
+    return _assisted_decoding
+
+
+def _wrap_candidates(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _get_candidate_generator(self: Any, *args: Any, assistant_model: Any = None, **kwargs: Any):
+        own = getattr(assistant_model, "get_candidate_generator", None)
+        if own is not None:
+            return own(main_model=self, **kwargs)
+        return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    return _get_candidate_generator
+
+
+install()
