@@ -101,7 +101,9 @@ class LongSparkCacheLayer(CacheLayerMixin):
             )
         device = self.summary_queries.device
         window_dtype = self.window_dtype or key_states.dtype
-        summary_dtype = torch.promote_types(key_states.dtype, torch.float32)
+        summary_dtype = torch.promote_types(
+            torch.promote_types(key_states.dtype, self.summary_queries.dtype), torch.float32
+        )
 
         shape = (batch_size, num_kv_heads, self.window_size, head_dim)
         self.keys = torch.zeros(shape, dtype=window_dtype, device=device)

@@ -84,6 +84,12 @@ class LongSparkConfig(PreTrainedConfig):
             Token that fills the block slots after the anchor. Required: an id the target never emits, such as a
             reserved special token or a padded row of the embedding table.
         qk_norm (`bool`, *optional*, defaults to `True`): RMSNorm on queries and keys of the draft layers.
+        boundary_residual (`int`, *optional*):
+            Index in `target_layer_ids` of the boundary state that is added to the block inputs. `None`, the paper's
+            form, adds none; drafters trained on little data learn faster with one.
+        draft_vocab_size (`int`, *optional*):
+            Number of tokens the drafter can propose, stored in the checkpoint as `draft_token_ids`; all others have
+            probability zero in a draft. `None`, the paper's form, proposes from the whole vocabulary.
         rms_norm_eps (`float`, *optional*, defaults to 1e-6): For the draft layers; the two fusion blocks keep 1e-6.
         rope_parameters (`dict`): Rotary parameters of the target. Serves the unbound drafter; a bound target's rotary
             module wins. Keyed by layer type where the target's is (Gemma 3), with `layer_types` naming each draft layer's.
@@ -112,6 +118,8 @@ class LongSparkConfig(PreTrainedConfig):
     markov_rank: int = 256
     mask_token_id: int | None = None
     qk_norm: bool = True
+    boundary_residual: int | None = None
+    draft_vocab_size: int | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     rope_parameters: dict | None = None
@@ -155,6 +163,14 @@ class LongSparkConfig(PreTrainedConfig):
             raise ValueError(
                 f"`mask_token_id` must be a row of the target's embedding table (0 to {self.vocab_size - 1}), "
                 f"got {self.mask_token_id}."
+            )
+        if self.boundary_residual is not None and not -len(ids) <= self.boundary_residual < len(ids):
+            raise ValueError(
+                f"`boundary_residual` must index one of the {len(ids)} `target_layer_ids`, got {self.boundary_residual}."
+            )
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` must lie between 1 and `vocab_size` ({self.vocab_size}), got {self.draft_vocab_size}."
             )
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(

@@ -22,11 +22,12 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .cache_longspark import LongSparkCache
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
-from .target_longspark import BorrowedTarget, check_fit
+from .target_longspark import BorrowedTarget, check_fit, check_run_length
 
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ class LongSparkAssistant:
         inputs_embeds = kwargs.get("inputs_embeds")
         prompt_length = input_ids.shape[1] or (0 if inputs_embeds is None else inputs_embeds.shape[1])
         end = generation_config.max_length + prompt_length - input_ids.shape[1]
-        check_fit(self.config, target, max_length=end, start=prompt_length)
+        check_run_length(target, start=prompt_length, end=end)
         if input_ids.shape[0] > 1:
             raise ValueError(
                 f"Got a batch of {input_ids.shape[0]} sequences with `assistant_model`; assisted generation drafts for one "
@@ -276,10 +277,11 @@ class LongSparkAssistant:
                 "`use_cache=False`."
             )
         attention_mask = kwargs.get("attention_mask")
-        if inputs_embeds is not None and input_ids.shape[1] == 0 and attention_mask is not None:
+        if attention_mask is not None and attention_mask.shape[1] != input_ids.shape[1]:
             raise ValueError(
-                "`inputs_embeds` with padding cannot be combined with `assistant_model`: the loop loses the mask. Drop the "
-                "padded positions from `inputs_embeds` and `attention_mask`."
+                f"The `attention_mask` has padding and covers {attention_mask.shape[1]} tokens, but `input_ids` has "
+                f"{input_ids.shape[1]}: the assisted loop of transformers would cut the mask. Pass the ids of the whole "
+                "conversation (cached tokens are not processed again), or drop the padded positions."
             )
 
         state = self._resume(target, target_cache, input_ids, generation_config, kwargs)
@@ -364,11 +366,12 @@ def install() -> None:
     Let `generate` ask an assistant model that knows how to assist. Done once per process, on import; repeated calls and
     other copies of this file (remote code beside the installed package) change nothing.
 
-    Two methods are wrapped: `_assisted_decoding` hands the call to `assistant_model.assisted_decoding`, and
-    `_get_candidate_generator` takes `assistant_model.get_candidate_generator()`; both only where that method exists.
-    Every other call runs the original. [`uninstall`] undoes it.
+    Three methods are wrapped. `_assisted_decoding` hands the call to `assistant_model.assisted_decoding`,
+    `_get_candidate_generator` takes `assistant_model.get_candidate_generator`, and `_validate_generation_mode` first asks
+    `assistant_model.check_target`, whose message names the fix where the stock one asks for tokenizers. All go by the
+    presence of that method; every other call runs the original. [`uninstall`] undoes it.
     """
-    for name, wrap in (("_assisted_decoding", _wrap_decoding), ("_get_candidate_generator", _wrap_candidates)):
+    for name, wrap in _SEAM.items():
         original = getattr(GenerationMixin, name)
         if not hasattr(original, "_longspark_seam"):
             wrapper = functools.wraps(original)(wrap(original))  # `generate` reads the signature
@@ -377,11 +380,23 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give `GenerationMixin` its own methods back. Drafters then do nothing until [`install`] is called again."""
-    for name in ("_assisted_decoding", "_get_candidate_generator"):
+    """Give `GenerationMixin` its own methods back. Drafters cannot assist until [`install`] is called again."""
+    for name in _SEAM:
         method = getattr(GenerationMixin, name)
         if hasattr(method, "_longspark_seam"):
             setattr(GenerationMixin, name, method.__wrapped__)
+
+
+def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict
+    ):
+        check = getattr(generation_mode_kwargs.get("assistant_model"), "check_target", None)
+        if check is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            check(self)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
 
 
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -405,5 +420,11 @@ def _wrap_candidates(original: Callable[..., Any]) -> Callable[..., Any]:
 
     return _get_candidate_generator
 
+
+_SEAM = {
+    "_validate_generation_mode": _wrap_validation,
+    "_assisted_decoding": _wrap_decoding,
+    "_get_candidate_generator": _wrap_candidates,
+}
 
 install()

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from .cache_longspark import LongSparkCache, LongSparkCacheLayer
 from .configuration_longspark import LongSparkConfig
 from .generation_longspark import LongSparkAssistant
-from .target_longspark import BorrowedTarget, config_rotary
+from .loss_longspark import at_least_fp32, slot_weights, weighted_loss
+from .target_longspark import BorrowedTarget, call_borrowed, config_rotary
 
 
 # Names in the released checkpoints -> ours (format file, section 1.2).
@@ -39,11 +40,6 @@ RELEASED_NAMES = {
 FUSION_EPS = 1e-6
 
 
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for statistics, softmax and losses: float32, or float64 in a float64 model."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 class LongSparkRMSNorm(nn.Module):
     """RMSNorm with statistics in at least fp32, cast back before the weight is applied (format file, trap 6)."""
 
@@ -54,8 +50,7 @@ class LongSparkRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         wide = hidden_states.to(at_least_fp32(hidden_states.dtype))
-        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden_states.dtype)
+        return self.weight * F.rms_norm(wide, wide.shape[-1:], eps=self.eps).to(hidden_states.dtype)
 
 
 class LongSparkFusion(nn.Module):
@@ -147,7 +142,7 @@ class LongSparkMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class LongSparkDraftLayer(nn.Module):
+class LongSparkDraftLayer(GradientCheckpointingLayer):
     """Pre-norm decoder layer whose attention reads the prefix through the views of one target layer."""
 
     def __init__(self, config: LongSparkConfig):
@@ -168,7 +163,8 @@ class LongSparkMarkovHead(nn.Module):
     def __init__(self, config: LongSparkConfig):
         super().__init__()
         self.w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        # The predecessor may be any token, the anchor at least; only the proposal is limited to a draft vocabulary.
+        self.w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def forward(self, previous_ids: torch.Tensor) -> torch.Tensor:
         return self.w2(self.w1(previous_ids))
@@ -204,16 +200,6 @@ class LongSparkDraft(ModelOutput):
     possible: torch.Tensor | None = None
 
 
-def _call(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Run a borrowed module where it lives and in its dtype; a module under offloading moves its inputs itself."""
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.device.type != "meta":
-        states = states.to(parameter.device)
-    if parameter is not None and parameter.is_floating_point() and states.is_floating_point():
-        states = states.to(parameter.dtype)
-    return module(states)
-
-
 class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
     r"""
     Block-diffusion drafter with a prefix state of fixed size. Pass it as `assistant_model` to the target's `generate`.
@@ -236,7 +222,9 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
 
     config_class = LongSparkConfig
     main_input_name = "anchor_ids"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["LongSparkDraftLayer"]
+    weighted_loss = weighted_loss
 
     def __init__(self, config: LongSparkConfig):
         super().__init__(config)
@@ -254,6 +242,8 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             torch.empty(n, config.num_attention_heads, config.num_summary_queries, config.head_dim)
         )
         self.markov_head = LongSparkMarkovHead(config)
+        token_ids = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_token_ids", token_ids)
         self.stats = None
         self.post_init()
 
@@ -264,6 +254,8 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             init.ones_(module.weight)
         if module is self:
             init.normal_(self.summary_queries, mean=0.0, std=self.config.head_dim**-0.5)
+            if self.draft_token_ids is not None:
+                init.copy_(self.draft_token_ids, torch.arange(self.config.draft_vocab_size))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "LongSparkDrafter":
@@ -304,6 +296,8 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         labels: torch.LongTensor | None = None,
         target_hidden_states: torch.Tensor | None = None,
         label_mask: torch.Tensor | None = None,
+        judge_rows: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | float | None = None,
     ) -> LongSparkOutput:
         r"""
         One pass over the block. All slots are always computed, as each sees all others.
@@ -315,9 +309,14 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             target ([`BorrowedTarget`]): Embedding, final norm, head and rotary module of the target.
             labels (`torch.LongTensor` of shape `(batch_size, block_size)`, *optional*):
                 The true tokens after the anchor; slot `j` is to predict `labels[:, j]`. Asks for the loss.
-            target_hidden_states (`torch.Tensor` of shape `(batch_size, block_size, hidden_size)`, *optional*):
-                The target's states after its final norm at the anchor and its successors; row `j` judges slot `j`.
+            target_hidden_states (`torch.Tensor` of shape `(..., hidden_size)`, *optional*):
+                The target's states after its final norm. Without `judge_rows` of shape `(batch_size, block_size,
+                hidden_size)`, at the anchor and its successors; row `j` judges slot `j`.
             label_mask (`torch.Tensor` of shape `(batch_size, block_size)`, *optional*): True where a label counts.
+            judge_rows (`torch.LongTensor` of shape `(batch_size, block_size)`, *optional*):
+                Row of `target_hidden_states` that judges each slot, where slots share rows.
+            num_items_in_batch (`float`, *optional*):
+                What the sum of losses is divided by; the sum of this call's weights by default.
 
         Returns:
             [`LongSparkOutput`]
@@ -327,17 +326,19 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         config, batch_size = self.config, anchor_ids.shape[0]
         slots = torch.full((batch_size, config.block_size), config.mask_token_id, device=anchor_ids.device)
         slots[:, 0] = anchor_ids
-        tokens = _call(target.embed_tokens, slots).to(device=self.device, dtype=self.dtype)
+        tokens = call_borrowed(target.embed_tokens, slots).to(device=self.device, dtype=self.dtype)
         tokens = tokens + self.position_embedding.weight
         boundary = self.boundary_fusion(cache.boundary.to(self.dtype).flatten(1))
         hidden_states = self.input_mapping(torch.cat([tokens, boundary[:, None].expand_as(tokens)], dim=-1))
+        if config.boundary_residual is not None:
+            hidden_states = hidden_states + cache.boundary[:, config.boundary_residual, None].to(self.dtype)
 
         rotary = target.rotary or config_rotary(config)
         block_positions = position_ids.to(self.device)[:, None] + torch.arange(config.block_size, device=self.device)
         for index, (layer, state) in enumerate(zip(self.layers, cache.layers, strict=True)):
             cos_sin = rotary(hidden_states, block_positions, index)
             hidden_states = layer(hidden_states, cos_sin, self.summary_queries[index], state)
-        hidden_states = _call(target.final_norm, hidden_states)
+        hidden_states = call_borrowed(target.final_norm, hidden_states)
 
         loss = None
         if labels is not None:
@@ -346,10 +347,14 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
                     "`labels` need `target_hidden_states`: the loss compares with the target's distribution."
                 )
             previous_ids = torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1)
-            weights = torch.exp(-torch.arange(config.block_size, device=labels.device) / 4.0).expand(labels.shape)
+            weights = slot_weights(config.block_size, labels.device).expand(labels.shape)
             weights = weights if label_mask is None else weights * label_mask
-            total = self.weighted_loss(hidden_states, previous_ids, labels, target_hidden_states, weights, target)
-            loss = total / weights.sum().clamp(min=torch.finfo(total.dtype).tiny)
+            total = self.weighted_loss(
+                hidden_states, previous_ids, labels, target_hidden_states, weights, target, judge_rows=judge_rows
+            )
+            if num_items_in_batch is None:
+                num_items_in_batch = weights.sum().clamp(min=torch.finfo(total.dtype).tiny)
+            loss = total / num_items_in_batch
         return LongSparkOutput(hidden_states=hidden_states, loss=loss)
 
     def corrected_logits(self, base_logits: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
@@ -357,7 +362,7 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         Add the Markov head's bias, in at least fp32.
 
         Args:
-            base_logits (`torch.Tensor` of shape `(..., vocab_size)`): Of the target's head at a slot.
+            base_logits (`torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`): Of the target's head at a slot.
             previous_ids (`torch.LongTensor` of shape `(...)`): The draft token before each slot; the anchor for slot 0.
         """
         bias = self.markov_head(previous_ids.to(self.device))
@@ -392,7 +397,7 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         """
         num_tokens = self.config.block_size if num_tokens is None else num_tokens
         hidden_states = self(anchor_ids, position_ids, cache, target).hidden_states
-        base_logits = _call(target.lm_head, hidden_states[:, :num_tokens]).to(self.device)
+        base_logits = target.logits(hidden_states[:, :num_tokens], self.draft_token_ids).to(self.device)
 
         previous = anchor_ids.to(self.device)
         prefix = input_ids.to(self.device) if logits_processor else None
@@ -400,6 +405,9 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         for slot in range(num_tokens):
             scores = self.corrected_logits(base_logits[:, slot], previous)
             finite = finite & scores.isfinite().all(dim=-1)
+            if self.draft_token_ids is not None:
+                whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
+                scores = whole.index_copy_(-1, self.draft_token_ids, scores)
             if logits_processor:
                 scores = logits_processor(prefix, scores)
             previous = self._sample(scores) if do_sample else scores.argmax(dim=-1)
@@ -411,66 +419,37 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         possible = logits.amax(dim=-1) > -torch.inf
         return LongSparkDraft(token_ids=torch.stack(tokens, dim=1), logits=logits, finite=finite, possible=possible)
 
+    @torch.no_grad()
+    def set_draft_vocabulary(self, token_ids: torch.LongTensor) -> None:
+        """
+        Propose only these tokens from now on. Output stays the target's; a draft costs less and covers less.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Without repetition, all proposable so far.
+
+        Raises:
+            `ValueError`: if the ids repeat or are not proposable.
+        """
+        device, w2 = self.device, self.markov_head.w2
+        ids = torch.as_tensor(token_ids, device=device).sort().values
+        known = torch.arange(self.config.vocab_size, device=device)
+        known = known if self.draft_token_ids is None else self.draft_token_ids
+        rows = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+        if ids.numel() == 0 or bool((ids.diff() == 0).any()) or not torch.equal(known[rows], ids):
+            raise ValueError(
+                f"`token_ids` must be distinct tokens among the {len(known)} this drafter can propose, got {len(ids)} ids "
+                f"between {ids.min().item() if len(ids) else None} and {ids.max().item() if len(ids) else None}."
+            )
+        w2.weight = nn.Parameter(w2.weight[rows], requires_grad=w2.weight.requires_grad)
+        w2.out_features = self.config.draft_vocab_size = len(ids)
+        self.draft_token_ids = ids
+
     @staticmethod
     def _sample(scores: torch.Tensor) -> torch.Tensor:
         # Argmax of p / Exp(1) is a sample of p. `torch.multinomial` would raise on a non-finite row (and kill the context
         # on a GPU) before anyone could look at it.
         probabilities = scores.softmax(dim=-1)
         return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
-
-    def weighted_loss(
-        self,
-        hidden_states: torch.Tensor,
-        previous_ids: torch.LongTensor,
-        labels: torch.LongTensor,
-        target_hidden_states: torch.Tensor,
-        weights: torch.Tensor,
-        target: BorrowedTarget,
-        ce_weight: float = 0.1,
-        rows_per_chunk: int = 256,
-    ) -> torch.Tensor:
-        r"""
-        The paper's objective, summed over slots: `w * (0.1 * CE(x) + 0.9 * ||p - q||_1)` over the full vocabulary.
-
-        Logits exist only for `rows_per_chunk` rows at a time and are made again in the backward pass, so peak memory does
-        not grow with the number of rows.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(..., hidden_size)`): Slot states after the target's final norm.
-            previous_ids (`torch.LongTensor` of shape `(...)`): True token before each label: Markov predecessor.
-            labels (`torch.LongTensor` of shape `(...)`): True tokens.
-            target_hidden_states (`torch.Tensor` of shape `(..., hidden_size)`): Target states of the judging rows.
-            weights (`torch.Tensor` of shape `(...)`): Weight of each slot, zero for slots that do not count.
-            target ([`BorrowedTarget`]): Lends the head.
-            ce_weight (`float`, *optional*, defaults to 0.1): Lambda of the paper.
-            rows_per_chunk (`int`, *optional*, defaults to 256): Rows whose logits exist at a time.
-
-        Returns:
-            `torch.Tensor` of shape `()`: the sum, in at least fp32. Divide by the sum of the weights.
-
-        Source: format file, section 4.
-        """
-        rows = (
-            hidden_states.flatten(0, -2),
-            previous_ids.flatten(),
-            labels.flatten(),
-            target_hidden_states.detach().flatten(0, -2),
-            weights.flatten(),
-        )
-
-        def chunk_loss(hidden, previous, label, judged, weight):
-            logits = self.corrected_logits(_call(target.lm_head, hidden), previous)
-            q = logits.softmax(dim=-1)
-            with torch.no_grad():
-                p = _call(target.lm_head, judged).to(device=q.device, dtype=q.dtype).softmax(dim=-1)
-            loss = ce_weight * F.cross_entropy(logits, label.to(q.device), reduction="none")
-            loss = loss + (1 - ce_weight) * (p - q).abs().sum(dim=-1)
-            return (loss * weight.to(loss)).sum()
-
-        total = hidden_states.new_zeros((), dtype=at_least_fp32(hidden_states.dtype))
-        for chunk in zip(*(row.split(rows_per_chunk) for row in rows), strict=True):
-            total = total + checkpoint(chunk_loss, *chunk, use_reentrant=False)
-        return total
 
 
 __all__ = ["LongSparkDrafter"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,6 +19,17 @@ from .configuration_longspark import LongSparkConfig
 
 
 logger = logging.get_logger(__name__)
+
+
+def call_borrowed(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Run a borrowed module where it lives and in its dtype; a module under offloading moves its inputs itself."""
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.device.type != "meta":
+        states = states.to(parameter.device)
+    if parameter is not None and parameter.is_floating_point() and states.is_floating_point():
+        states = states.to(parameter.dtype)
+    return module(states)
+
 
 Rotary = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -42,6 +54,27 @@ class BorrowedTarget:
     lm_head: nn.Module
     rotary: Rotary | None = None
     layers: nn.ModuleList | None = None
+    _head_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def logits(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Logits of normed hidden states, over the whole vocabulary or over a draft vocabulary.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., hidden_size)`): After the final norm.
+            token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
+                Compute these columns only. The head's rows are selected at the first call with these ids and kept.
+        """
+        if token_ids is None:
+            return call_borrowed(self.lm_head, hidden_states)
+        weight = getattr(self.lm_head, "weight", None)
+        if type(self.lm_head) is not nn.Linear or not weight.is_floating_point() or weight.device.type == "meta":
+            logits = call_borrowed(self.lm_head, hidden_states)  # quantized or offloaded: only the module knows how
+            return logits[..., token_ids.to(logits.device)]
+        if self._head_rows is None or self._head_rows[0] is not token_ids:
+            index, bias = token_ids.to(weight.device), self.lm_head.bias
+            self._head_rows = (token_ids, weight.detach()[index], None if bias is None else bias.detach()[index])
+        return F.linear(hidden_states.to(weight), *self._head_rows[1:])
 
     @classmethod
     def of(cls, target: PreTrainedModel, config: LongSparkConfig) -> "BorrowedTarget":
@@ -130,15 +163,13 @@ def config_rotary(config: LongSparkConfig) -> Rotary:
     return rotary
 
 
-def check_fit(config: LongSparkConfig, target: PreTrainedModel, max_length: int | None = None, start: int = 0) -> None:
+def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
     r"""
     Raise if a drafter cannot draft for a target, warn if it may draft badly.
 
     Args:
         config ([`LongSparkConfig`]): Of the drafter.
         target (`PreTrainedModel`): The target.
-        max_length (`int`, *optional*): Tokens at the end of the run.
-        start (`int`, *optional*, defaults to 0): Tokens at its start.
 
     Raises:
         `ValueError`: naming both values and the fix.
@@ -169,20 +200,33 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel, max_length: int 
             "the drafter made for this target, or build one with `LongSparkConfig.from_target(target.config, ...)`."
         )
 
-    for parameters in _flat_rope(text.rope_parameters):
-        kind = parameters.get("rope_type", "default")
-        if kind == "dynamic":
-            raise ValueError(
-                "The target uses `dynamic` rotary scaling: verifying a block changes the frequencies of tokens already "
-                "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
-                "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
-            )
+    if any(parameters.get("rope_type") == "dynamic" for parameters in _flat_rope(text.rope_parameters)):
+        raise ValueError(
+            "The target uses `dynamic` rotary scaling: verifying a block changes the frequencies of tokens already "
+            "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
+            "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
+        )
+
+
+def check_run_length(target: PreTrainedModel, start: int, end: int) -> None:
+    """
+    Raise if the target's rotary frequencies would switch within a run.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        start (`int`): Tokens of the prompt.
+        end (`int`): Most tokens that prompt and answer can have.
+
+    Raises:
+        `ValueError`: for `longrope` whose original length lies in between.
+    """
+    for parameters in _flat_rope(target.config.get_text_config(decoder=True).rope_parameters):
         original = parameters.get("original_max_position_embeddings")
-        if kind == "longrope" and original and max_length is not None and start <= original < max_length:
+        if parameters.get("rope_type") == "longrope" and original and start <= original < end:
             raise ValueError(
                 f"The target uses `longrope` with an original length of {original} and this run goes from {start} to "
-                f"{max_length} tokens: its frequencies switch on the way, so no speculative decoding is exact there. "
-                f"Keep `max_length` at or below {original}, or generate without `assistant_model`."
+                f"{end} tokens: its frequencies switch on the way, so no speculative decoding is exact there. Keep "
+                f"`max_length` at or below {original}, or generate without `assistant_model`."
             )
 
 

@@ -1,0 +1,162 @@
+"""Tiny random targets and scripted drafters that the whole suite shares."""
+
+import inspect
+
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf.modeling_longspark import LongSparkDraft
+
+
+VOCAB_SIZE = 97
+MASK_TOKEN_ID = VOCAB_SIZE - 1
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    # Wide weights spread the logits, so that greedy choices are no coin tosses between near-ties.
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def tiny(config_class, **overrides):
+    """A config of a tiny target; `build` makes the model."""
+    return config_class(**(SHAPE | overrides))
+
+
+# One row per architecture trait that the seam, the tap or the drafter could get wrong.
+TARGETS = {
+    "qwen3": tiny(Qwen3Config, head_dim=16),  # q/k norm, head_dim * heads != hidden size
+    "llama": tiny(LlamaConfig, tie_word_embeddings=True),
+    "gemma3": tiny(  # local and global layers with rotary bases of their own, scaled embedding, window crossed
+        Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    ),
+    "mistral-window-crossed": tiny(MistralConfig, sliding_window=24, num_key_value_heads=1),
+    "qwen3-moe": tiny(Qwen3MoeConfig, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "phi": tiny(PhiConfig, partial_rotary_factor=0.5, num_key_value_heads=4),  # partial rotary, LayerNorm, head bias
+}
+# Further architectures that must pass through the same accessors; run with one drafter only.
+MORE_TARGETS = {
+    "qwen2": tiny(Qwen2Config),  # biased projections
+    "phi3": tiny(Phi3Config),  # fused qkv
+    "olmo2": tiny(Olmo2Config),  # norms after the sub-layers
+    "llama-one-layer": tiny(LlamaConfig, num_hidden_layers=1),
+    "llama-yarn": tiny(
+        LlamaConfig,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "gemma3-multimodal": Gemma3Config(
+        text_config=tiny(
+            Gemma3TextConfig, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "full_attention"] * 3
+        ).to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        eos_token_id=None,
+    ),
+}
+FULL_ATTENTION = ["qwen3", "llama", "qwen3-moe", "phi"]
+
+
+def build(name: str, seed: int = 0):
+    """The tiny target of that name, in fp32."""
+    config = (TARGETS | MORE_TARGETS)[name]
+    torch.manual_seed(seed)
+    if isinstance(config, Gemma3Config):
+        model = Gemma3ForConditionalGeneration(config)
+    else:
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def drafter_config(target, **overrides):
+    """Config of a tiny drafter with a window that the tests' sequences cross."""
+    fields = {"mask_token_id": MASK_TOKEN_ID, "window_size": 32, "num_summary_queries": 4, "markov_rank": 8}
+    return LongSparkConfig.from_target(target.config, **(fields | overrides))
+
+
+def random_drafter(target, seed: int = 1, **overrides):
+    """An untrained drafter."""
+    torch.manual_seed(seed)
+    return LongSparkDrafter(drafter_config(target, **overrides)).eval()
+
+
+class ScriptedDrafter(LongSparkDrafter):
+    """
+    A drafter whose proposals are the tokens of a script, by absolute position; everything around them is real.
+
+    `wrong_at` lists, per round in turn, the slot from which its proposals are wrong (`block_size` for never), so that any
+    acceptance length can be asked for.
+    """
+
+    def follow(self, script: torch.Tensor, wrong_at: list[int] | None = None):
+        self.script, self.wrong_at, self.round = script, wrong_at or [self.config.block_size], 0
+        return self
+
+    def draft(self, anchor_ids, position_ids, cache, target, num_tokens=None, **_):
+        first = int(position_ids.flatten()[0]) + 1
+        tokens = torch.zeros(num_tokens, dtype=torch.long)
+        known = self.script[first : first + num_tokens]
+        tokens[: len(known)] = known
+        wrong = self.wrong_at[self.round % len(self.wrong_at)]
+        tokens[wrong:] = (tokens[wrong:] + 1) % self.config.vocab_size
+        self.round += 1
+        tokens = tokens[None]
+        # A point mass is a distribution too: its q is one on the scripted token.
+        logits = torch.full((1, num_tokens, self.config.vocab_size), -torch.inf).scatter(-1, tokens[..., None], 0.0)
+        yes = torch.ones_like(tokens, dtype=torch.bool)
+        return LongSparkDraft(token_ids=tokens, logits=logits, finite=yes[:, 0], possible=yes)
+
+
+def scripted_drafter(target, script: torch.Tensor, wrong_at: list[int] | None = None, **overrides):
+    """A [`ScriptedDrafter`]; `script` holds the tokens of prompt and answer."""
+    torch.manual_seed(1)
+    return ScriptedDrafter(drafter_config(target, **overrides)).eval().follow(script, wrong_at)
+
+
+def left_on(target) -> list[str]:
+    """What of ours is still on a target: hooks, or attributes shadowing methods. (transformers keeps hooks of its own.)"""
+    left = []
+    for name, module in target.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        left += [name for hook in hooks if getattr(hook, "__module__", "").startswith("longspark_hf")]
+    return left + [name for name in vars(target) if callable(getattr(type(target), name, None))]
+
+
+# The cache argument and output of this transformers version: renamed in 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def cache_of(output):
+    """The target cache of a `generate` output."""
+    return output[CACHE]

@@ -1,0 +1,705 @@
+"""`target.generate(..., assistant_model=drafter)` at batch 1 gives what plain `generate` gives, whatever is asked of it."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation import GenerationMixin
+from transformers.generation.streamers import BaseStreamer
+
+from longspark_hf import LongSparkConfig, LongSparkDrafter, install, uninstall
+
+from .targets import (
+    CACHE,
+    FULL_ATTENTION,
+    MORE_TARGETS,
+    TARGETS,
+    VOCAB_SIZE,
+    build,
+    cache_of,
+    left_on,
+    random_drafter,
+    scripted_drafter,
+)
+
+
+NEW = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW}
+
+
+def generate(target, input_ids=None, drafter=None, **kwargs):
+    return target.generate(input_ids, assistant_model=drafter, **(GREEDY | kwargs))
+
+
+def make_drafter(kind, target, truth):
+    if kind == "random":
+        return random_drafter(target)
+    wrong_at = {"oracle": None, "adversary": [0], "mixed": [3, 0, 7, 1, 5, 2, 6, 4]}[kind]
+    return scripted_drafter(target, truth[0], wrong_at)
+
+
+@pytest.fixture(scope="module")
+def plain_200(built):
+    """Plain greedy generation of 200 tokens by target name, each made once."""
+    made, prompt = {}, torch.randint(2, 90, (1, 20), generator=torch.Generator().manual_seed(7))
+
+    def get(name):
+        if name not in made:
+            made[name] = generate(built(name), prompt, max_new_tokens=200, return_dict_in_generate=True)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "adversary", "mixed"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_output_and_cache_length_are_the_targets(built, plain_200, prompt, name, kind):
+    target, plain = built(name), plain_200(name)
+    drafter = make_drafter(kind, target, plain.sequences)
+    assisted = generate(target, prompt, drafter, max_new_tokens=200, return_dict_in_generate=True)
+    assert torch.equal(assisted.sequences, plain.sequences)
+    assert cache_of(assisted).get_seq_length() == cache_of(plain).get_seq_length()
+    assert drafter.stats.tokens == 199
+    if kind == "oracle":
+        assert drafter.stats.rounds == 25 and drafter.stats.accepted_by_position[0] == 25
+    if kind == "adversary":
+        assert drafter.stats.mean_acceptance_length == 1.0
+    assert left_on(target) == []
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "adversary", "mixed"])
+@pytest.mark.parametrize("name", FULL_ATTENTION)
+def test_greedy_output_is_the_targets_on_a_static_cache(built, plain_200, prompt, name, kind):
+    target, plain = built(name), plain_200(name).sequences
+    drafter = make_drafter(kind, target, plain)
+    length = prompt.shape[1] + 200
+    output = generate(
+        target, prompt, drafter, max_new_tokens=200, cache_implementation="static", return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    assert int(cache_of(output).get_seq_length()) == length - 1
+
+
+@pytest.mark.parametrize("name", MORE_TARGETS)
+def test_other_architectures_pass_through_the_same_accessors(built, prompt, name):
+    target = built(name)
+    plain = generate(target, prompt)
+    for kind in ("random", "mixed"):
+        assert torch.equal(generate(target, prompt, make_drafter(kind, target, plain)), plain)
+    assert left_on(target) == []
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 7, 8, 9, 10, 16, 17])
+def test_every_output_length_is_exact_to_the_token(qwen3, prompt, max_new_tokens):
+    truth = generate(qwen3, prompt)
+    for kind in ("oracle", "adversary"):
+        drafter = make_drafter(kind, qwen3, truth)
+        output = generate(qwen3, prompt, drafter, max_new_tokens=max_new_tokens)
+        assert torch.equal(output, truth[:, : prompt.shape[1] + max_new_tokens])
+        assert drafter.stats.tokens == max_new_tokens - 1
+
+
+@pytest.mark.parametrize("position", range(1, 12))
+def test_eos_at_any_place_in_a_block_ends_the_output_there(qwen3, prompt, position):
+    truth = generate(qwen3, prompt)
+    eos = int(truth[0, prompt.shape[1] + position])
+    plain = generate(qwen3, prompt, eos_token_id=eos, return_dict_in_generate=True)
+    for kind in ("oracle", "mixed"):
+        drafter = make_drafter(kind, qwen3, truth)
+        output = generate(qwen3, prompt, drafter, eos_token_id=eos, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+        assert drafter.stats.tokens == plain.sequences.shape[1] - prompt.shape[1] - 1
+
+
+PROCESSORS = {
+    "min_new_tokens": {"min_new_tokens": 20},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[5], [6, 7], [40]]},
+    "suppress": {"suppress_tokens": list(range(10, 50))},
+    "forced_eos": {"forced_eos_token_id": 3},
+    "prefix": {"prefix_allowed_tokens_fn": lambda batch, ids: [(int(ids[-1]) * 7 + k) % 90 for k in range(5)]},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("kind", ["random", "oracle"])
+def test_logits_processors_act_as_in_plain_generation(qwen3, prompt, kind, options):
+    eos = int(generate(qwen3, prompt)[0, prompt.shape[1] + 4])
+    options = options | {"eos_token_id": eos}
+    plain = generate(qwen3, prompt, **options)
+    drafter = make_drafter(kind, qwen3, plain)
+    assert torch.equal(generate(qwen3, prompt, drafter, **options), plain)
+
+
+class StopAfter(StoppingCriteria):
+    """Fires when the last token is one of `ids`."""
+
+    def __init__(self, ids):
+        self.ids = torch.tensor(ids)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+@pytest.mark.parametrize("position", range(1, 12))
+@pytest.mark.parametrize("kind", ["oracle", "mixed"])
+def test_custom_stopping_criteria_stop_at_the_same_token(qwen3, prompt, kind, position):
+    truth = generate(qwen3, prompt)
+    criteria = StoppingCriteriaList([StopAfter([int(truth[0, prompt.shape[1] + position])])])
+    plain = generate(qwen3, prompt, stopping_criteria=criteria, return_dict_in_generate=True)
+    drafter = make_drafter(kind, qwen3, truth)
+    output = generate(qwen3, prompt, drafter, stopping_criteria=criteria, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], 0
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def test_streamers_receive_every_token_once(qwen3, prompt):
+    truth = generate(qwen3, prompt)
+    recorder = Recorder()
+    generate(qwen3, prompt, make_drafter("mixed", qwen3, truth), streamer=recorder)
+    assert recorder.tokens == truth[0].tolist() and recorder.ended == 1
+
+
+@pytest.mark.parametrize("kind", ["random", "mixed"])
+def test_dict_output_has_plain_scores_logits_and_hidden_states(qwen3, prompt, kind):
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "repetition_penalty": 1.3,
+        "max_new_tokens": 20,
+    }
+    plain = generate(qwen3, prompt, **options)
+    output = generate(qwen3, prompt, make_drafter(kind, qwen3, plain.sequences), **options)
+    for field in ("scores", "logits"):
+        assert len(output[field]) == len(plain[field]) == 20
+        for ours, theirs in zip(output[field], plain[field], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert len(output.hidden_states) == len(plain.hidden_states)
+    for ours, theirs in zip(output.hidden_states, plain.hidden_states, strict=True):
+        for layer_ours, layer_theirs in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(layer_ours, layer_theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_left_padding_changes_nothing(built, prompt, name):
+    target = built(name)
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), prompt], dim=1)
+    mask = (torch.arange(29) >= 9).long()[None]
+    plain = generate(target, padded, attention_mask=mask, return_dict_in_generate=True)
+    for kind in ("random", "mixed"):
+        # Positions do not count padding, so a script by position starts at the first real token.
+        drafter = make_drafter(kind, target, plain.sequences[:, 9:])
+        output = generate(target, padded, drafter, attention_mask=mask, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+        state, _, rows = cache_of(output).longspark_state
+        assert rows == 9 + 20 + NEW - 1 and state.get_seq_length() == rows - 9
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_prompt_of_one_token(built, name):
+    target, prompt = built(name), torch.tensor([[5]])
+    plain = generate(target, prompt)
+    for kind in ("random", "mixed"):
+        assert torch.equal(generate(target, prompt, make_drafter(kind, target, plain)), plain)
+
+
+def test_inputs_embeds_in_place_of_ids(qwen3, prompt):
+    embeds = qwen3.get_input_embeddings()(prompt)
+    plain = generate(qwen3, inputs_embeds=embeds)
+    truth = torch.cat([prompt, plain], dim=1)
+    for kind in ("random", "mixed"):
+        drafter = make_drafter(kind, qwen3, truth)
+        assert torch.equal(generate(qwen3, inputs_embeds=embeds, drafter=drafter), plain)
+        assert drafter.stats.tokens == NEW - 1
+        static = generate(qwen3, inputs_embeds=embeds, drafter=drafter, cache_implementation="static")
+        assert kind == "mixed" or torch.equal(static, plain)
+
+
+def test_padded_inputs_embeds_are_refused_with_the_way_out(qwen3, prompt):
+    embeds = qwen3.get_input_embeddings()(prompt)
+    mask = (torch.arange(20) >= 4).long()[None]
+    with pytest.raises(ValueError, match="drop the padded"):
+        generate(qwen3, inputs_embeds=embeds, attention_mask=mask, drafter=random_drafter(qwen3))
+    assert left_on(qwen3) == []
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [0, 1, 3, 7, 50])
+def test_num_assistant_tokens_caps_the_draft_of_this_call(qwen3, prompt, num_assistant_tokens):
+    truth = generate(qwen3, prompt)
+    drafter = make_drafter("oracle", qwen3, truth)
+    output = generate(qwen3, prompt, drafter, num_assistant_tokens=num_assistant_tokens)
+    assert torch.equal(output, truth)
+    per_round = min(num_assistant_tokens, 7) + 1
+    assert drafter.stats.rounds == -(-(NEW - 1) // per_round)
+    generate(qwen3, prompt, drafter)
+    assert drafter.stats.rounds == 3
+
+
+def test_a_drafter_in_another_dtype_changes_nothing(qwen3, prompt):
+    truth = generate(qwen3, prompt)
+    drafter = random_drafter(qwen3).to(torch.bfloat16)
+    output = generate(qwen3, prompt, drafter, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, truth)
+    state = cache_of(output).longspark_state[0]
+    assert state.layers[0].keys.dtype == torch.bfloat16 and state.layers[0].summary_lse.dtype == torch.float32
+    assert drafter.stats.state_bytes == drafter.config.state_bytes(torch.bfloat16)
+
+
+def test_sampling_is_reproducible_by_seed(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(generate(qwen3, prompt, drafter, do_sample=True, temperature=0.9, top_k=20, top_p=0.9))
+    assert torch.equal(*outputs)
+
+
+def test_a_sampled_oracle_is_accepted_only_as_often_as_the_target_agrees(qwen3, prompt):
+    truth = generate(qwen3, prompt)
+    drafter = make_drafter("oracle", qwen3, truth)
+    output = generate(qwen3, prompt, drafter, do_sample=True, temperature=1e-4)
+    assert torch.equal(output, truth) and drafter.stats.rounds == 3
+
+
+# Filled caches
+
+
+def chat(target, drafter, turns, **kwargs):
+    """Several turns on one cache, every call given the whole conversation; the conversation after each turn."""
+    cache, ids, after = DynamicCache(config=target.config.get_text_config()), torch.empty(1, 0, dtype=torch.long), []
+    for turn in turns:
+        ids = torch.cat([ids, turn], dim=1)
+        ids = generate(target, ids, drafter, **{CACHE: cache}, **kwargs)
+        after.append((ids, cache.get_seq_length()))
+    return after
+
+
+def turns():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, 90, (1, length), generator=generator) for length in (30, 1, 12)]
+
+
+@pytest.mark.parametrize("kind", ["random", "mixed"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_chat_on_one_cache_equals_plain_turn_by_turn(built, name, kind):
+    target = built(name)
+    plain = chat(target, None, turns())
+    drafter = make_drafter(kind, target, plain[-1][0])
+    for ours, theirs in zip(chat(target, drafter, turns()), plain, strict=True):
+        assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
+    assert left_on(target) == []
+
+
+def count_rows(target):
+    """A list that collects how many rows each pass of the target processes, and the handle to stop it."""
+    rows = []
+    handle = (
+        target.get_decoder()
+        .layers[0]
+        .register_forward_hook(lambda m, a, out: rows.append((out[0] if isinstance(out, tuple) else out).shape[1]))
+    )
+    return rows, handle
+
+
+def test_later_turns_process_new_tokens_only(qwen3):
+    drafter = random_drafter(qwen3)
+    rows, handle = count_rows(qwen3)
+    chat(qwen3, drafter, turns(), max_new_tokens=1)
+    handle.remove()
+    # Turn 1: 30; its answer (1 token, not yet processed) and the next turn's tokens come in turns 2 and 3.
+    assert rows == [30, 2, 13]
+
+
+def test_the_state_of_the_last_turn_is_continued(qwen3, monkeypatch):
+    drafter = random_drafter(qwen3)
+    absorbed = []
+    import longspark_hf.tap_longspark as tap
+
+    original = tap.fold_rows if hasattr(tap, "fold_rows") else None
+    assert original is None  # folding happens in the cache layer; count rows there
+    from longspark_hf.cache_longspark import LongSparkCacheLayer
+
+    update = LongSparkCacheLayer.update
+    monkeypatch.setattr(
+        LongSparkCacheLayer,
+        "update",
+        lambda self, keys, *args: (absorbed.append(keys.shape[2]), update(self, keys, *args))[1],
+    )
+    after = chat(qwen3, drafter, turns())
+    layers = drafter.config.num_hidden_layers
+    assert sum(absorbed) == after[-1][1] * layers  # every row once, none folded again in a later turn
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_only_the_new_tokens_with_a_full_mask(built, prompt, name):
+    target, results = built(name), []
+    for drafter in (None, random_drafter(target)):
+        cache = DynamicCache(config=target.config)
+        ids = generate(target, prompt, drafter, **{CACHE: cache})
+        new = torch.cat([ids[:, cache.get_seq_length() :], torch.tensor([[11, 12, 13, 14]])], dim=1)
+        mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.long)
+        results.append(generate(target, new, drafter, **{CACHE: cache}, attention_mask=mask))
+    assert torch.equal(*results)
+    mask = torch.cat([mask.new_zeros(1, 1), mask.new_ones(1, cache.get_seq_length())], dim=1)
+    with pytest.raises(ValueError, match="ids of the whole conversation"):
+        generate(target, torch.tensor([[11]]), drafter, **{CACHE: cache}, attention_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["random", "mixed"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+@torch.no_grad()
+def test_many_questions_on_a_deep_copied_document_cache(built, name, kind):
+    target = built(name)
+    document = torch.randint(2, 90, (1, 60), generator=torch.Generator().manual_seed(2))
+    cache = DynamicCache(config=target.config)
+    target(document, **{CACHE: cache}) if kind == "random" else None
+    if kind == "mixed":
+        generate(target, document, random_drafter(target), **{CACHE: cache}, max_new_tokens=1)
+    for question in ([[7, 8, 9]], [[20]], [[33, 34]]):
+        ids = torch.cat([document, torch.tensor(question)], dim=1)
+        plain = generate(target, ids)
+        drafter = make_drafter(kind, target, plain)
+        copied = copy.deepcopy(cache)
+        assert torch.equal(generate(target, ids, drafter, **{CACHE: copied}), plain)
+        assert cache.get_seq_length() == 60
+
+
+def test_a_cropped_and_refilled_cache_gets_a_fresh_state(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    cache = DynamicCache(config=qwen3.config)
+    ids = generate(qwen3, prompt, drafter, **{CACHE: cache})
+    cache.crop(-15)
+    other = torch.cat([ids[:, :-16], torch.randint(2, 90, (1, 15))], dim=1)
+    qwen3(other[:, -15:], **{CACHE: cache})  # same length as before, another content
+    other = torch.cat([other, torch.tensor([[9]])], dim=1)
+    output = generate(qwen3, other, drafter, **{CACHE: cache}, return_dict_in_generate=True)
+    reference = generate(qwen3, other, drafter, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, reference.sequences)
+    for ours, theirs in zip(
+        cache_of(output).longspark_state[0].layers, cache_of(reference).longspark_state[0].layers, strict=True
+    ):
+        torch.testing.assert_close(ours.summary_values, theirs.summary_values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_of_the_user(qwen3, prompt):
+    plain = generate(qwen3, prompt)
+    more = torch.cat([plain, torch.tensor([[4, 5]])], dim=1)
+    plain_more = generate(qwen3, more)
+    drafter = make_drafter("mixed", qwen3, plain_more)
+    cache = StaticCache(config=qwen3.config, max_cache_len=128)
+    assert torch.equal(generate(qwen3, prompt, drafter, **{CACHE: cache}), plain)
+    assert torch.equal(generate(qwen3, more, drafter, **{CACHE: cache}), plain_more)
+
+
+def test_a_prompt_that_is_cached_whole_is_refused(qwen3, prompt):
+    cache = DynamicCache(config=qwen3.config)
+    qwen3(prompt, **{CACHE: cache})
+    with pytest.raises(ValueError, match="already holds 20 tokens"):
+        generate(qwen3, prompt, random_drafter(qwen3), **{CACHE: cache})
+    assert cache.get_seq_length() == 20 and left_on(qwen3) == []
+
+
+def test_a_users_sliding_cache_stays_small_in_later_plain_calls(built, prompt):
+    target = built("mistral-window-crossed")
+    cache = DynamicCache(config=target.config)
+    ids = generate(target, prompt, random_drafter(target), **{CACHE: cache})
+    generate(target, torch.cat([ids, torch.tensor([[5, 6]])], dim=1), **{CACHE: cache})
+    assert all(layer.keys.shape[2] < 24 and not layer.record_past for layer in cache.layers)
+
+
+# Isolation
+
+
+class Interrupt(StoppingCriteria):
+    def __init__(self, error, after):
+        self.error, self.after, self.calls = error, after, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls > self.after:
+            raise self.error
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+@pytest.mark.parametrize("after", [0, 3, 12])
+def test_nothing_is_left_after_an_interrupted_call(qwen3, prompt, error, after):
+    plain = generate(qwen3, prompt)
+    drafter = random_drafter(qwen3)
+    generate(qwen3, prompt, drafter)
+    stats = drafter.stats
+    cache = DynamicCache(config=qwen3.config)
+    with pytest.raises(type(error)):
+        criteria = StoppingCriteriaList([Interrupt(error, after)])
+        generate(qwen3, prompt, drafter, stopping_criteria=criteria, **{CACHE: cache})
+    assert left_on(qwen3) == [] and "update" not in vars(cache) and not hasattr(cache, "longspark_state")
+    assert drafter.stats is stats
+    assert torch.equal(generate(qwen3, prompt), plain)
+    assert torch.equal(generate(qwen3, prompt, drafter), plain)
+
+
+def test_an_error_inside_the_target_or_the_draft_leaves_nothing(qwen3, prompt):
+    plain = generate(qwen3, prompt)
+    drafter = random_drafter(qwen3)
+    for module in (qwen3.get_decoder().layers[3], drafter.layers[2], qwen3.lm_head):
+        calls = []
+
+        def fail(*_, calls=calls):
+            calls.append(1)
+            if len(calls) > 4:
+                raise RuntimeError("boom")
+
+        handle = module.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="boom"):
+            generate(qwen3, prompt, drafter)
+        handle.remove()
+        assert left_on(qwen3) == []
+    assert torch.equal(generate(qwen3, prompt), plain)
+
+
+class GenerateInside(LogitsProcessor):
+    """Calls `generate` on the same target from within a processor."""
+
+    def __init__(self, target, prompt, drafter):
+        self.target, self.prompt, self.drafter, self.outputs = target, prompt, drafter, []
+
+    def __call__(self, input_ids, scores):
+        if len(self.outputs) < 3:
+            self.outputs.append(None)
+            self.outputs[-1] = generate(self.target, self.prompt, self.drafter, max_new_tokens=12)
+        return scores
+
+
+@pytest.mark.parametrize("same_drafter", [True, False])
+def test_calls_nested_in_a_call_do_not_mix(qwen3, prompt, same_drafter):
+    other_prompt = prompt.flip(1)
+    plain, other = generate(qwen3, prompt), generate(qwen3, other_prompt, max_new_tokens=12)
+    drafter = random_drafter(qwen3)
+    inner = drafter if same_drafter else random_drafter(qwen3, seed=9)
+    processor = GenerateInside(qwen3, other_prompt, inner)
+    output = generate(
+        qwen3, prompt, drafter, logits_processor=LogitsProcessorList([processor]), return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    assert all(torch.equal(found, other) for found in processor.outputs) and len(processor.outputs) == 3
+    reference = generate(qwen3, prompt, drafter, return_dict_in_generate=True)
+    ours, theirs = (cache_of(o).longspark_state[0] for o in (output, reference))
+    torch.testing.assert_close(ours.boundary, theirs.boundary)
+    torch.testing.assert_close(ours.layers[4].summary_values, theirs.layers[4].summary_values)
+    assert left_on(qwen3) == []
+
+
+def test_threads_on_one_target_do_not_mix(qwen3):
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, 90, (1, length), generator=generator) for length in (5, 20, 47)]
+    plain = [generate(qwen3, p) for p in prompts]
+    shared = random_drafter(qwen3)
+    drafters = [shared, shared, random_drafter(qwen3, seed=2)]
+    results = [None] * 3
+
+    def work(i):
+        results[i] = generate(qwen3, prompts[i], drafters[i], return_dict_in_generate=True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for i in range(3):
+        assert torch.equal(results[i].sequences, plain[i])
+        alone = generate(qwen3, prompts[i], drafters[i], return_dict_in_generate=True)
+        ours, theirs = (cache_of(o).longspark_state[0] for o in (results[i], alone))
+        torch.testing.assert_close(ours.layers[2].summary_values, theirs.layers[2].summary_values)
+        torch.testing.assert_close(ours.boundary, theirs.boundary)
+    assert left_on(qwen3) == []
+
+
+def test_repeated_calls_leave_no_memory_behind(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    output = generate(qwen3, prompt, drafter, return_dict_in_generate=True)
+    cache, state = weakref.ref(cache_of(output)), weakref.ref(cache_of(output).longspark_state[0])
+    del output
+    gc.collect()
+    assert cache() is None and state() is None
+    assert not any("target" in name for name, _ in drafter.named_modules())
+
+
+# The seam
+
+
+def test_the_seam_is_installed_once_and_can_be_removed(qwen3, prompt):
+    wrapped = GenerationMixin._assisted_decoding
+    install()
+    assert GenerationMixin._assisted_decoding is wrapped
+    try:
+        uninstall()
+        assert not hasattr(GenerationMixin._assisted_decoding, "_longspark_seam")
+        assert GenerationMixin._assisted_decoding is wrapped.__wrapped__
+    finally:
+        install()
+    assert torch.equal(generate(qwen3, prompt, random_drafter(qwen3)), generate(qwen3, prompt))
+
+
+def test_other_ways_to_generate_are_untouched(qwen3, prompt, caplog):
+    assistant = build("llama", seed=4)
+    plain = generate(qwen3, prompt)
+    assert torch.equal(generate(qwen3, prompt, assistant), plain)
+    assert torch.equal(qwen3.generate(prompt, prompt_lookup_num_tokens=3, **GREEDY), plain)
+    drafter = random_drafter(qwen3)
+    beams = generate(qwen3, prompt, num_beams=3)
+    assert torch.equal(generate(qwen3, prompt, drafter, num_beams=3), beams)
+    assert drafter.stats is None
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "name, overrides, message",
+    [
+        ("llama", {}, "head_dim 12 "),
+        ("mistral-window-crossed", {}, "key/value heads 1 "),
+        ("llama-one-layer", {}, "target layers 1 "),
+        ("qwen3", {"vocab_size": 96, "mask_token_id": 3}, "vocab"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused(qwen3, built, prompt, name, overrides, message):
+    drafter = random_drafter(built(name), **overrides)
+    with pytest.raises(ValueError, match=message):
+        generate(qwen3, prompt, drafter)
+    with pytest.raises(ValueError, match=message):
+        drafter.check_target(qwen3)
+    assert left_on(qwen3) == []
+
+
+def test_partial_rotary_must_agree(built, prompt):
+    target = built("phi")
+    wrong = random_drafter(target, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="rotates 6 of 12"):
+        generate(target, prompt, wrong)
+
+
+def test_encoder_decoders_are_refused():
+    config = T5Config(
+        vocab_size=VOCAB_SIZE, d_model=48, d_kv=12, num_heads=4, num_layers=2, d_ff=32, decoder_start_token_id=0
+    )
+    target = T5ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        target.generate(torch.tensor([[4, 5]]), assistant_model=random_drafter(build("qwen3")), max_new_tokens=4)
+
+
+def test_batches_and_several_return_sequences_are_refused(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    with pytest.raises(ValueError, match="batch of 2"):
+        generate(qwen3, prompt.expand(2, -1), drafter)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        generate(qwen3, prompt, drafter, do_sample=True, num_return_sequences=2)
+    with pytest.raises((ValueError, RuntimeError), match="cache"):
+        generate(qwen3, prompt, drafter, use_cache=False)
+    assert left_on(qwen3) == []
+
+
+def rope_target(**rope):
+    config = copy.deepcopy(TARGETS["llama"])
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    torch.manual_seed(0)
+    from transformers import LlamaForCausalLM
+
+    target = LlamaForCausalLM(config).eval()
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def test_dynamic_rotary_scaling_is_refused(prompt):
+    target = rope_target(rope_type="dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="`dynamic`"):
+        generate(target, prompt, random_drafter(target))
+
+
+def test_longrope_is_refused_only_where_the_run_crosses_its_original_length(prompt):
+    factors = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "factor": 2.0}
+    target = rope_target(rope_type="longrope", original_max_position_embeddings=64, **factors)
+    drafter = random_drafter(target)
+    with pytest.raises(ValueError, match="`longrope`"):
+        generate(target, prompt, drafter, max_new_tokens=60)
+    for ids, count in ((prompt, 44), (prompt.repeat(1, 4), 24)):
+        plain = generate(target, ids, max_new_tokens=count)
+        before = target.model.rotary_emb.inv_freq.clone()
+        output = generate(target, ids, make_drafter("mixed", target, plain), max_new_tokens=count)
+        assert torch.equal(output, plain)
+        assert torch.equal(target.model.rotary_emb.inv_freq, before)
+
+
+def test_guidance_keeps_state_and_is_refused(qwen3, prompt):
+    with pytest.raises(ValueError, match="ClassifierFreeGuidance"):
+        generate(qwen3, prompt, random_drafter(qwen3), guidance_scale=1.5)
+    assert left_on(qwen3) == []
+
+
+def test_a_layer_without_rows_of_its_own_is_named(qwen3, prompt):
+    class SharedRows(DynamicCache):
+        pass
+
+    drafter = random_drafter(qwen3)
+    attention = qwen3.get_decoder().layers[2].self_attn
+    layer_idx, attention.layer_idx = attention.layer_idx, 1  # as in models whose layers share a cache entry
+    try:
+        with pytest.raises(ValueError, match=r"Target layers \[2\] wrote no"):
+            generate(qwen3, prompt, random_drafter(qwen3, target_layer_ids=[0, 2]))
+    finally:
+        attention.layer_idx = layer_idx
+    assert left_on(qwen3) == [] and drafter.stats is None
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_draft_logits_never_stop_a_generation(qwen3, prompt, value, do_sample, caplog):
+    drafter = random_drafter(qwen3)
+    drafter.markov_head.w2.weight.data[3, 0] = value
+    options = {"do_sample": do_sample, "temperature": 1e-5} if do_sample else {}
+    plain = generate(qwen3, prompt)
+    import logging
+
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        output = generate(qwen3, prompt, drafter, **options)
+    hf_logging.disable_propagation()
+    assert torch.equal(output, plain)
+    assert drafter.stats.mean_acceptance_length == 1.0
+    assert sum("not finite" in record.message for record in caplog.records) == 1
+
+
+def test_a_drafter_needs_a_mask_token(qwen3):
+    with pytest.raises(ValueError, match="mask_token_id"):
+        LongSparkConfig.from_target(qwen3.config)
+    with pytest.raises(ValueError, match="mask_token_id"):
+        LongSparkDrafter(LongSparkConfig())
