@@ -189,8 +189,6 @@ class LongSparkCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.24
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """What one softmax of a draft layer runs over: summary entries, window rows and the block; never the context."""
         return self.summary_queries.shape[1] + self.window_size + query_length, 0

@@ -57,6 +57,7 @@ class TargetTap:
         self.prefilling = True
         self._borrowed = borrowed
         self._draft_layer = {layer_id: index for index, layer_id in enumerate(config.target_layer_ids)}
+        self._num_kv_heads = config.num_key_value_heads
         self._row_mask = row_mask
         self._next_row = dict.fromkeys(self._draft_layer, int(target_cache.get_seq_length()))
         self.num_rows = 0  # committed rows of `target_cache`, padding included; known after the prefill
@@ -125,6 +126,11 @@ class TargetTap:
         return types.MethodType(update, self.target_cache)
 
     def _take_rows(self, layer_id: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.shape[1] != self._num_kv_heads:
+            raise ValueError(
+                f"Target layer {layer_id} caches {keys.shape[1]} key/value heads, but the drafter expects "
+                f"{self._num_kv_heads}, the target config's `num_key_value_heads`. This architecture is not supported."
+            )
         self._awaited = layer_id
         if not self.prefilling:
             self._rows[layer_id] = (keys.clone(), values.clone())
@@ -148,7 +154,8 @@ class TargetTap:
         if silent:
             raise ValueError(
                 f"Target layers {silent} wrote no key/value rows to the cache in this pass, so the drafter cannot read "
-                "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own."
+                "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own; a "
+                "target compiled with `torch.compile` must be passed uncompiled, as its hooks do not run."
             )
         last_row = -1 if self.prefilling else num_rows - 1
         device = self.state.layers[0].summary_queries.device
@@ -203,6 +210,8 @@ def take_state(target_cache: Cache, fresh: LongSparkCache, config: LongSparkConf
     state, layer_ids, length = target_cache.__dict__.pop(STATE_ATTRIBUTE, (None, None, 0))
     if state is None or layer_ids != config.target_layer_ids or state.dtype != fresh.dtype:
         return fresh, 0
+    if state.boundary.is_inference() and not torch.is_inference_mode_enabled():
+        return fresh, 0  # torch forbids to update it in place now
     same_queries = all(
         mine.summary_queries.device == other.summary_queries.device
         and mine.summary_queries.dtype == other.summary_queries.dtype

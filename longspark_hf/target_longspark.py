@@ -5,6 +5,7 @@ Does not know: what the drafter computes with them (modeling_longspark) or when 
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class BorrowedTarget:
         embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
         if embed_tokens is None or lm_head is None:
             raise ValueError(f"`{type(target).__name__}` offers no input embeddings or no language modeling head.")
-        rotary = _target_rotary(rotary_module, getattr(text, "layer_types", None), config.target_layer_ids)
+        rotary = _target_rotary(rotary_module, getattr(text, "layer_types", None), config)
         return cls(embed_tokens, final_norm, lm_head, rotary, layers)
 
 
@@ -114,18 +115,21 @@ def _only_child(decoder: nn.Module, fits: Callable[[str, nn.Module], bool], role
     return next(iter(found.values()))
 
 
-def _target_rotary(module: nn.Module, layer_types: list[str] | None, layer_ids: list[int]) -> Rotary:
+def _target_rotary(module: nn.Module, layer_types: list[str] | None, config: LongSparkConfig) -> Rotary:
     # The undecorated forward: the decorated one of `longrope` swaps frequencies by the positions it sees, and looking
     # up angles must not change the target's state. What the target's own last pass set is what its keys were made with.
     forward = inspect.unwrap(type(module).forward)
     by_layer_type = "layer_type" in inspect.signature(forward).parameters
+    rotary_dim = _rotary_dim(config)
 
     @torch.no_grad()
     def rotary(hidden_states: torch.Tensor, position_ids: torch.Tensor, draft_layer: int):
-        extra = {"layer_type": layer_types[layer_ids[draft_layer]]} if by_layer_type else {}
+        extra = {"layer_type": layer_types[config.target_layer_ids[draft_layer]]} if by_layer_type else {}
         cos, sin = forward(module, hidden_states, position_ids, **extra)
         if cos.ndim == 4:  # one copy per axis of a multimodal rotary; text has the same position on all of them
             cos, sin = cos[0], sin[0]
+        if 2 * cos.shape[-1] == rotary_dim:  # each angle once, for both halves (gpt-oss)
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         return cos, sin
 
     return rotary
@@ -178,7 +182,7 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
     borrowed = BorrowedTarget.of(target, config)
     text = target.config.get_text_config(decoder=True)
 
-    # Layouts other than half-split angles of equal pairs would silently ruin acceptance.
+    # Layouts other than half-split angles would silently ruin acceptance.
     probe = torch.zeros(1, 1, config.hidden_size, device=next(target.parameters()).device)
     try:
         cos, _ = borrowed.rotary(probe, torch.arange(1, 2, device=probe.device)[None], 0)
@@ -188,6 +192,9 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
             f"LongSpark cannot read the rotary embedding of `{type(target).__name__}` ({error}). This architecture is "
             "not supported."
         ) from error
+    rotate_half = getattr(sys.modules[type(borrowed.layers[0]).__module__], "rotate_half", None)
+    if rotate_half is not None:
+        half_split &= torch.equal(rotate_half(torch.arange(4.0)), torch.tensor([-2.0, -3.0, 0.0, 1.0]))
     if not half_split:
         raise ValueError(
             f"`{type(target).__name__}` rotates interleaved pairs; LongSpark drafters rotate halves. This architecture "

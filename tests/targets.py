@@ -4,9 +4,12 @@ import inspect
 
 import torch
 from transformers import (
+    Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -65,6 +68,11 @@ MORE_TARGETS = {
     "qwen2": tiny(Qwen2Config),  # biased projections
     "phi3": tiny(Phi3Config),  # fused qkv
     "olmo2": tiny(Olmo2Config),  # norms after the sub-layers
+    "gemma2": tiny(Gemma2Config, head_dim=12, sliding_window=24),  # soft-capped logits outside the head
+    "gpt-oss": tiny(  # attention sinks, each rotary angle once
+        GptOssConfig, head_dim=12, num_local_experts=2, num_experts_per_tok=1, sliding_window=24
+    ),
+    "gpt-neox": tiny(GPTNeoXConfig, num_key_value_heads=4),  # other names for everything
     "llama-one-layer": tiny(LlamaConfig, num_hidden_layers=1),
     "llama-yarn": tiny(
         LlamaConfig,

@@ -8,7 +8,10 @@ import weakref
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
     DynamicCache,
+    Glm4Config,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -33,6 +36,7 @@ from .targets import (
     left_on,
     random_drafter,
     scripted_drafter,
+    tiny,
 )
 
 
@@ -410,6 +414,18 @@ def test_a_cropped_and_refilled_cache_gets_a_fresh_state(qwen3, prompt):
         torch.testing.assert_close(ours.summary_values, theirs.summary_values, atol=1e-5, rtol=1e-5)
 
 
+def test_a_turn_in_inference_mode_can_be_continued_outside(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    cache = DynamicCache(config=qwen3.config)
+    with torch.inference_mode():
+        ids = generate(qwen3, prompt, drafter, **{CACHE: cache})
+    ids = torch.cat([ids.clone(), torch.tensor([[4, 5]])], dim=1)
+    plain = generate(qwen3, ids)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(generate(qwen3, ids, drafter, **{CACHE: copy.deepcopy(cache)}), plain)
+
+
 def test_a_static_cache_of_the_user(qwen3, prompt):
     plain = generate(qwen3, prompt)
     more = torch.cat([plain, torch.tensor([[4, 5]])], dim=1)
@@ -655,6 +671,13 @@ def test_longrope_is_refused_only_where_the_run_crosses_its_original_length(prom
         output = generate(target, ids, make_drafter("mixed", target, plain), max_new_tokens=count)
         assert torch.equal(output, plain)
         assert torch.equal(target.model.rotary_emb.inv_freq, before)
+
+
+@pytest.mark.parametrize("config_class", [CohereConfig, Glm4Config])
+def test_interleaved_rotary_is_refused(config_class, prompt):
+    target = AutoModelForCausalLM.from_config(tiny(config_class, head_dim=12))
+    with pytest.raises(ValueError, match="interleaved"):
+        generate(target, prompt, random_drafter(target))
 
 
 def test_guidance_keeps_state_and_is_refused(qwen3, prompt):

@@ -22,7 +22,7 @@ def recompute(target, ids, layer_ids, first=0):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     target(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     [handle.remove() for handle in handles]
-    norm = getattr(decoder, "norm", None) or decoder.final_layernorm
+    norm = next(getattr(decoder, n) for n in ("norm", "final_layernorm", "final_layer_norm") if hasattr(decoder, n))
     last = len(decoder.layers) - 1
     boundary = [norm(hidden[i]) if i == last else hidden[i] for i in layer_ids]
     rows = [(cache.layers[i].keys[:, :, first:], cache.layers[i].values[:, :, first:]) for i in layer_ids]

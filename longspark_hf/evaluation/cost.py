@@ -1,0 +1,203 @@
+"""What a drafter costs on a target, by context length: `python -m longspark_hf.evaluation.cost`.
+
+Knows: how to time a draft pass over synthetic rows, the prefill with and without a drafter, peak memory, and the parts of a
+round. Does not know: acceptance; a drafter's weights do not change its cost.
+"""
+
+import argparse
+import functools
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
+from longspark_hf.target_longspark import BorrowedTarget
+
+from .demo import PutTimer, build_prompts
+from .info import peer_state_bytes
+from .provenance import provenance, write_result
+from .targets import load_target, mask_token_id
+
+
+CONTEXTS = (1024, 8192, 32768, 131072)
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def median_ms(calls: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
+    """
+    Median milliseconds of several calls, run in turn so that a busy machine hits all alike.
+
+    Args:
+        calls (`dict`): What to time, by name.
+        repeats (`int`): Rounds over all of them; three more warm up.
+    """
+    times: dict[Any, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 3):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if repeat >= 3:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def synthetic_state(drafter: LongSparkDrafter, num_rows: int) -> LongSparkCache:
+    """A drafter state that has absorbed `num_rows` random rows, as a prefill of that length would leave it."""
+    config, generator = drafter.config, torch.Generator().manual_seed(num_rows)
+    state = drafter.new_cache()
+    for start in range(0, num_rows, 4096):
+        shape = (1, config.num_key_value_heads, min(4096, num_rows - start), config.head_dim)
+        rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(drafter.dtype)
+        for layer in range(config.num_hidden_layers):
+            state.update(rows, rows, layer)
+    state.set_boundary(torch.randn(1, config.num_hidden_layers, config.hidden_size, generator=generator))
+    return state
+
+
+def draft_rows(drafter: LongSparkDrafter, borrowed: BorrowedTarget, repeats: int) -> list[dict[str, Any]]:
+    """Draft pass and state at every context length, beside the KV cache a growing drafter of that shape would hold."""
+    anchor = torch.tensor([1])
+    states = {context: synthetic_state(drafter, context) for context in CONTEXTS}
+    calls = {
+        context: functools.partial(drafter.draft, anchor, torch.tensor([context]), state, borrowed)
+        for context, state in states.items()
+    }
+    times = median_ms(calls, repeats)
+    return [
+        {
+            "context": context,
+            "draft_ms": times[context],
+            "state_bytes": states[context].nbytes,
+            "growing_peer_state_bytes": peer_state_bytes(drafter.config, context, drafter.dtype),
+        }
+        for context in CONTEXTS
+    ]
+
+
+@torch.no_grad()
+def round_parts(
+    target: PreTrainedModel, drafter: LongSparkDrafter, borrowed: BorrowedTarget, context: int, repeats: int
+) -> dict[str, float]:
+    """Milliseconds of the parts of one round at a real context of `context` tokens."""
+    config, anchor = drafter.config, torch.tensor([1])
+    state, position = synthetic_state(drafter, context), torch.tensor([context])
+    ids = torch.randint(0, config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    cache = target(ids, use_cache=True, logits_to_keep=1).cache
+    block = torch.randint(0, config.vocab_size, (1, config.block_size + 1))
+    rows = torch.randn(1, config.num_key_value_heads, config.block_size + 1, config.head_dim, dtype=drafter.dtype)
+    hidden = drafter(anchor, position, state, borrowed).hidden_states
+    base = borrowed.lm_head(hidden.to(target.dtype))
+
+    def verify(num_tokens: int) -> None:
+        target(block[:, :num_tokens], cache=cache, use_cache=True)
+        cache.crop(-num_tokens)
+
+    def markov_chain() -> None:
+        previous = anchor
+        for slot in range(config.block_size):
+            previous = drafter.corrected_logits(base[:, slot], previous).argmax(dim=-1)
+
+    return median_ms(
+        {
+            "plain_step": lambda: verify(1),
+            "verify": lambda: verify(config.block_size + 1),
+            "draft_trunk": lambda: drafter(anchor, position, state, borrowed),
+            "draft_head": lambda: borrowed.lm_head(hidden.to(target.dtype)),
+            "draft_markov_chain": markov_chain,
+            "state_update": lambda: [state.update(rows, rows, i) for i in range(config.num_hidden_layers)],
+            "draft_pass": lambda: drafter.draft(anchor, position, state, borrowed),
+        },
+        repeats,
+    )
+
+
+def prefill_seconds(
+    target: PreTrainedModel, tokenizer: Any, drafter: LongSparkDrafter, num_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Time to the first token of a real prompt, plainly and with the drafter, in turn."""
+    inputs = build_prompts(target, tokenizer, num_tokens, 2)["long"]
+    times: dict[str, list[float]] = {"plain": [], "drafter": []}
+    for repeat in range(repeats):
+        for name, assistant in (("plain", None), ("drafter", drafter)):
+            say(f"prefill of {inputs['input_ids'].shape[1]} tokens, {name}, {repeat + 1} of {repeats}")
+            timer, start = PutTimer(), time.perf_counter()
+            target.generate(**inputs, assistant_model=assistant, max_new_tokens=2, do_sample=False, streamer=timer)
+            times[name].append(timer.times[1] - start)
+    ratios = [ours / plain for ours, plain in zip(times["drafter"], times["plain"], strict=True)]
+    medians = {f"{name}_seconds": statistics.median(values) for name, values in times.items()}
+    return {
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        **medians,
+        "ratio": statistics.median(ratios),
+        "all_seconds": times,
+    }
+
+
+def peak_memory(target: str, num_tokens: int) -> dict[str, Any]:
+    """Peak resident memory of a process that answers a long prompt, with the drafter loaded both times and used once."""
+    peaks = {}
+    for name in ("plain", "drafter"):
+        say(f"peak memory, {name}")
+        command = [sys.executable, "-m", __spec__.name, "--target", target, "--peak-of", name]
+        result = subprocess.run(
+            [*command, "--prefill-tokens", str(num_tokens)], capture_output=True, text=True, check=True
+        )
+        peaks[f"{name}_bytes"] = int(result.stdout.strip().splitlines()[-1])
+    return {"prompt_tokens": num_tokens, **peaks, "ratio": peaks["drafter_bytes"] / peaks["plain_bytes"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--output", help="Result file to write; printed otherwise.")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--prefill-tokens", type=int, default=8000)
+    parser.add_argument("--prefill-repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="Of the drafter.")
+    parser.add_argument("--peak-of", choices=["plain", "drafter"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    target, tokenizer = load_target(args.target)
+    torch.manual_seed(0)
+    config = LongSparkConfig.from_target(target.config, mask_token_id=mask_token_id(tokenizer, len(tokenizer)))
+    drafter = LongSparkDrafter(config).to(getattr(torch, args.dtype)).eval()
+    if args.peak_of:
+        inputs = build_prompts(target, tokenizer, args.prefill_tokens, 16)["long"]
+        assistant = drafter if args.peak_of == "drafter" else None
+        target.generate(**inputs, assistant_model=assistant, max_new_tokens=16, do_sample=False)
+        print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        return
+
+    borrowed = BorrowedTarget.of(target, config)
+    say("draft pass by context")
+    rows = draft_rows(drafter, borrowed, args.repeats)
+    say("parts of a round")
+    parts = {str(context): round_parts(target, drafter, borrowed, context, args.repeats) for context in (1024, 4096)}
+    result = {
+        "target": target.config._name_or_path,
+        "drafter": "untrained, LongSparkConfig.from_target: cost does not depend on weights",
+        "rows": rows,
+        "draft_ms_128k_over_1k": rows[-1]["draft_ms"] / rows[0]["draft_ms"],
+        "round_parts_ms": parts,
+        "prefill": prefill_seconds(target, tokenizer, drafter, args.prefill_tokens, args.prefill_repeats),
+        "peak_memory": peak_memory(args.target, args.prefill_tokens),
+        "provenance": provenance(drafter.dtype),
+    }
+    if args.output:
+        write_result(args.output, result)
+    else:
+        print(result)
+
+
+if __name__ == "__main__":
+    main()
