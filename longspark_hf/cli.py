@@ -38,7 +38,11 @@ def info(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Does a drafter fit a target, and what does it cost? Reads configs only. Exit code 1 when it does not fit."""
+    """
+    Tell whether a drafter fits and what it costs.
+
+    Reads configs only, no weights. Exit code 1 when the drafter does not fit the target.
+    """
     from longspark_hf import LongSparkConfig
     from longspark_hf.evaluation.info import describe
     from longspark_hf.evaluation.targets import load_drafter_config, load_target_config
@@ -68,7 +72,11 @@ def demo(
     long_tokens: Annotated[int, typer.Option(min=64, help="Length of the long prompt.")] = 3072,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a short and a long prompt on the CPU, plainly and with a drafter, and compare."""
+    """
+    Compare generation with and without a drafter.
+
+    Answers a short and a long prompt on this CPU, greedily, and prints one table.
+    """
     from longspark_hf.evaluation.demo import build_drafter, build_prompts, run
     from longspark_hf.evaluation.targets import load_target
 
@@ -176,8 +184,11 @@ def _demo_table(report: dict[str, Any]) -> Table:
 
 
 def _conditions(report: dict[str, Any]) -> str:
-    with_ = report["measured_with"]
-    return f"greedy, {with_['max_new_tokens']} new tokens, {with_['dtype']}, {with_['device']}, {with_['threads']} threads"
+    conditions = report["measured_with"]
+    threads = f"{conditions['threads']} thread" + "s" * (conditions["threads"] > 1)
+    return (
+        f"greedy, {conditions['max_new_tokens']} new tokens, {conditions['dtype']}, {conditions['device']}, {threads}"
+    )
 
 
 def _mib(num_bytes: int) -> str:

@@ -180,7 +180,6 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
     """
     check_config_fit(config, target.config)
     borrowed = BorrowedTarget.of(target, config)
-    text = target.config.get_text_config(decoder=True)
 
     # Layouts other than half-split angles would silently ruin acceptance.
     probe = torch.zeros(1, 1, config.hidden_size, device=next(target.parameters()).device)
@@ -205,13 +204,6 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
         raise ValueError(
             f"The target rotates {cos.shape[-1]} of {config.head_dim} head dimensions, the drafter {rotary_dim}. Load "
             "the drafter made for this target, or build one with `LongSparkConfig.from_target(target.config, ...)`."
-        )
-
-    if any(parameters.get("rope_type") == "dynamic" for parameters in _flat_rope(text.rope_parameters)):
-        raise ValueError(
-            "The target uses `dynamic` rotary scaling: verifying a block changes the frequencies of tokens already "
-            "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
-            "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
         )
 
 
@@ -244,11 +236,7 @@ def check_config_fit(config: LongSparkConfig, target_config) -> None:
     Raises:
         `ValueError`: naming both values and the fix.
     """
-    expected = LongSparkConfig.from_target(
-        target_config,
-        mask_token_id=config.mask_token_id or 0,
-        target_layer_ids=None,
-    )
+    expected = LongSparkConfig.from_target(target_config, mask_token_id=config.mask_token_id or 0)
     shapes = {
         "vocab_size": "vocabulary size",
         "hidden_size": "hidden size",
@@ -277,6 +265,12 @@ def check_config_fit(config: LongSparkConfig, target_config) -> None:
             "target's; a fine-tune of the same base is usually still drafted well, any other target is not."
         )
     text = target_config.get_text_config(decoder=True)
+    if any(parameters.get("rope_type") == "dynamic" for parameters in _flat_rope(text.rope_parameters)):
+        raise ValueError(
+            "The target uses `dynamic` rotary scaling: verifying a block changes the frequencies of tokens already "
+            "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
+            "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
+        )
     if config.rope_parameters and _flat_rope(config.rope_parameters) != _flat_rope(text.rope_parameters):
         logger.warning_once(
             f"The target's rotary parameters {text.rope_parameters} differ from those the drafter was made with, "

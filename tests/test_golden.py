@@ -66,7 +66,9 @@ def write_released(case: dict, weights: dict[str, np.ndarray], folder: Path) -> 
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.from_numpy(weights[name]) for name in weights}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: torch.from_numpy(weights[name]) for name in weights}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 class GoldenCase:

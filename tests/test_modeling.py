@@ -135,7 +135,8 @@ def test_config_from_target_shares_nothing_with_the_targets_config():
 
 def test_config_does_not_depend_on_whether_the_target_ties_its_embeddings():
     tied, untied = (
-        LongSparkConfig.from_target(tiny(LlamaConfig, tie_word_embeddings=tie), mask_token_id=5) for tie in (True, False)
+        LongSparkConfig.from_target(tiny(LlamaConfig, tie_word_embeddings=tie), mask_token_id=5)
+        for tie in (True, False)
     )
     assert tied.to_dict() == untied.to_dict()
 
@@ -251,7 +252,12 @@ def released_config(size="8B", **overrides):
 def released_tensors(config):
     """Names and shapes of a released checkpoint, as the format file lists them in section 1.2."""
     n, hidden, heads, d = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim
-    kv, inner, vocab, rank = config.num_key_value_heads, config.intermediate_size, config.vocab_size, config.markov_rank
+    kv, inner, vocab, rank = (
+        config.num_key_value_heads,
+        config.intermediate_size,
+        config.vocab_size,
+        config.markov_rank,
+    )
     layer = {
         "self_attn.q_proj": (heads * d, hidden),
         "self_attn.k_proj": (kv * d, hidden),
@@ -623,7 +629,9 @@ def test_unbound_rotary_of_a_layer_is_that_of_its_type(full):
         assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("rope_parameters", [{"rope_type": "default", "rope_theta": 1e6}, YARN], ids=["default", "yarn"])
+@pytest.mark.parametrize(
+    "rope_parameters", [{"rope_type": "default", "rope_theta": 1e6}, YARN], ids=["default", "yarn"]
+)
 def test_rotary_angles_of_a_bf16_drafter_are_computed_in_fp32(rope_parameters):
     config = tiny_config(rope_parameters=rope_parameters, head_dim=64)
     rotary, position_ids = config_rotary(config), LONG_POSITIONS[1]

@@ -226,13 +226,10 @@ def _source_text(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> str:
     """The standard library's sources, from `argparse.py` on, cut at `num_tokens` tokens."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files = [path for path in files if path.name >= "argparse.py"]
-    text, ids = "", []
+    ids: list[int] = []
     for path in files:
-        text += path.read_text(encoding="utf-8", errors="replace")
-        # No tokenizer makes more tokens than bytes, and few make fewer than one of 8 characters.
-        if len(text) < 2 * num_tokens and path != files[-1]:
-            continue
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = path.read_text(encoding="utf-8", errors="replace")
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) >= num_tokens:
             return tokenizer.decode(ids[:num_tokens])
     raise ValueError(

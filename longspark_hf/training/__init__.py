@@ -1,0 +1,1 @@
+"""Training of LongSpark drafters: data, views of many anchors, the trainer, metrics. Not part of the remote code."""

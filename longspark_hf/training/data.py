@@ -1,0 +1,234 @@
+"""Training data: one JSONL of conversations, tokenised the way the target sees them.
+
+Knows: the contract (`prompt` or `messages`, `response`, `temperature`), chat templates, which tokens count as response.
+Does not know: what a drafter is.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Sample:
+    r"""
+    One line of the data file.
+
+    Args:
+        messages (`list[dict]`): Chat messages before the response; a `prompt` becomes one user message.
+        response (`str`): What the target answered.
+        temperature (`float`): At which the target sampled the response; 0 is greedy.
+        plain (`bool`): Whether the line held a `prompt`, usable without a chat template.
+    """
+
+    messages: list[dict[str, Any]]
+    response: str
+    temperature: float = 1.0
+    plain: bool = False
+
+
+def read_samples(path: str | Path) -> list[Sample]:
+    """
+    Read a JSONL of samples: an object a line with `prompt` (text) or `messages` (list of `{"role", "content"}`),
+    `response` (text) and optionally `temperature` (number, 1 by default). Blank lines are skipped.
+
+    Raises:
+        `ValueError`: naming file, line and reason for the first line that is not such an object.
+    """
+    samples = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Cannot read the data file {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                samples.append(_parse(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not samples:
+        raise ValueError(f"The data file {path} holds no samples.")
+    return samples
+
+
+def _parse(line: str) -> Sample:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'expected an object with "prompt" and "response", got a {type(fields).__name__}')
+    if ("prompt" in fields) == ("messages" in fields):
+        raise ValueError('exactly one of "prompt" and "messages" is needed')
+    response, temperature = fields.get("response"), fields.get("temperature", 1.0)
+    if not isinstance(response, str) or not response:
+        raise ValueError('"response" must be a text that is not empty')
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not 0 <= temperature < float("inf")
+    ):
+        raise ValueError(f'"temperature" must be a number of at least 0, got {temperature!r}')
+    if "prompt" in fields:
+        if not isinstance(fields["prompt"], str):
+            raise ValueError('"prompt" must be a text')
+        return Sample([{"role": "user", "content": fields["prompt"]}], response, float(temperature), plain=True)
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list that is not empty')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError('every message needs "role" and "content"')
+    return Sample(messages, response, float(temperature))
+
+
+def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sample]]:
+    """
+    Join neighbouring samples into conversations of about `num_characters`, for contexts longer than any sample.
+
+    Args:
+        samples (`Sequence[Sample]`): In the order to join.
+        num_characters (`int`): A conversation is closed when it has reached this length.
+
+    Returns:
+        `list[list[Sample]]`: Conversations; the target judges each response in the context it then has.
+    """
+    conversations: list[list[Sample]] = [[]]
+    length = 0
+    for sample in samples:
+        if length >= num_characters:
+            conversations.append([])
+            length = 0
+        conversations[-1].append(sample)
+        length += len(sample.response) + sum(len(str(message["content"])) for message in sample.messages)
+    return conversations
+
+
+def tokenize(
+    conversation: Sequence[Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int = 4096,
+    max_response_length: int | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any] | None:
+    r"""
+    Token ids of a conversation and which of them are responses, up to and including the end-of-sequence token.
+
+    Args:
+        conversation (`Sequence[Sample]`): One sample, or several as successive turns.
+        tokenizer (`PreTrainedTokenizerBase`): Of the target. Without a chat template, prompts are taken as plain text.
+        max_length (`int`, *optional*, defaults to 4096): Tokens after this are cut.
+        max_response_length (`int`, *optional*):
+            Responses of at least so many tokens are taken as cut off there and carry no end-of-sequence token.
+        template_kwargs (`Any`): For the chat template, such as `enable_thinking=False`.
+
+    Returns:
+        `dict`: `input_ids` and `response_mask` (lists of equal length) and `temperature`; `None` when fewer than two
+        response tokens are left.
+    """
+    input_ids: list[int] = []
+    response_mask: list[bool] = []
+    messages: list[dict[str, Any]] = []
+    rendered = ""
+    for turn, sample in enumerate(conversation):
+        # A template may open every conversation with a system message, but only the first turn keeps one.
+        messages = messages + [m for m in sample.messages if turn == 0 or m["role"] != "system"]
+        text = _render(messages, sample, tokenizer, template_kwargs)
+        if not text.startswith(rendered):
+            break  # the template rewrites earlier turns, so their ids cannot be continued
+        prompt_ids = tokenizer(text[len(rendered) :], add_special_tokens=not tokenizer.chat_template and turn == 0)
+        response_ids = tokenizer(sample.response, add_special_tokens=False)["input_ids"]
+        complete = max_response_length is None or len(response_ids) < max_response_length
+        response_ids = response_ids + [tokenizer.eos_token_id] if complete else response_ids[:max_response_length]
+        input_ids += prompt_ids["input_ids"] + response_ids
+        response_mask += [False] * len(prompt_ids["input_ids"]) + [True] * len(response_ids)
+        if len(input_ids) >= max_length or not complete:
+            break
+        messages = messages + [{"role": "assistant", "content": sample.response}]
+        rendered = text + sample.response + tokenizer.eos_token
+    input_ids, response_mask = input_ids[:max_length], response_mask[:max_length]
+    if sum(response_mask) < 2:
+        return None
+    return {"input_ids": input_ids, "response_mask": response_mask, "temperature": conversation[0].temperature}
+
+
+def _render(messages: list[dict], sample: Sample, tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> str:
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    if not sample.plain:
+        raise ValueError(
+            'The tokenizer has no chat template, so samples with "messages" cannot be used: give "prompt", or set '
+            "`tokenizer.chat_template`."
+        )
+    return "".join(message["content"] for message in messages)
+
+
+class ConversationDataset(Dataset):
+    r"""
+    Tokenised conversations.
+
+    Args:
+        conversations (`Sequence[Sequence[Sample]]`): See [`join_samples`]; single samples as lists of one.
+        tokenizer (`PreTrainedTokenizerBase`): Of the target.
+        kwargs (`Any`): For [`tokenize`].
+
+    `dropped` counts conversations without a usable response.
+    """
+
+    def __init__(self, conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
+        items = [tokenize(conversation, tokenizer, **kwargs) for conversation in conversations]
+        self.items = [item for item in items if item is not None]
+        self.dropped = len(items) - len(self.items)
+        if not self.items:
+            raise ValueError("No conversation has a response of two tokens or more within `max_length`.")
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.items[index]
+
+    def num_response_tokens(self) -> int:
+        """Over all conversations."""
+        return sum(sum(item["response_mask"]) for item in self.items)
+
+
+def collate(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad conversations on the right: `input_ids`, `attention_mask`, `response_mask` `(batch_size, length)`."""
+    length = max(len(item["input_ids"]) for item in items)
+    batch = {
+        "input_ids": torch.zeros(len(items), length, dtype=torch.long),
+        "attention_mask": torch.zeros(len(items), length, dtype=torch.long),
+        "response_mask": torch.zeros(len(items), length, dtype=torch.bool),
+    }
+    for row, item in enumerate(items):
+        count = len(item["input_ids"])
+        batch["input_ids"][row, :count] = torch.as_tensor(item["input_ids"])
+        batch["attention_mask"][row, :count] = 1
+        batch["response_mask"][row, :count] = torch.as_tensor(item["response_mask"])
+    return batch
+
+
+def frequent_tokens(dataset: ConversationDataset, size: int, vocab_size: int) -> torch.LongTensor:
+    """
+    The tokens most frequent in the responses, a draft vocabulary.
+
+    Args:
+        dataset ([`ConversationDataset`]): Counted over.
+        size (`int`): How many; ties and unseen tokens are filled up by lowest id.
+        vocab_size (`int`): Of the target.
+
+    Returns:
+        `torch.LongTensor` of shape `(size,)`: sorted.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for item in dataset.items:
+        ids = torch.as_tensor(item["input_ids"])[torch.as_tensor(item["response_mask"])]
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values

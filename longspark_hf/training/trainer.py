@@ -1,0 +1,238 @@
+"""`LongSparkTrainer`: distils a frozen target into a drafter, online, with many anchors per pass of the target.
+
+Knows: how a batch of conversations becomes a loss that is right under gradient accumulation and data parallelism, and
+what an evaluation reports.
+Does not know: how views are made (views), what the loss is (loss_longspark), where data comes from (data).
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from longspark_hf.configuration_longspark import LongSparkConfig
+from longspark_hf.loss_longspark import slot_weights
+from longspark_hf.modeling_longspark import LongSparkDrafter
+from longspark_hf.target_longspark import BorrowedTarget, check_fit
+
+from .data import collate
+from .metrics import generated_tau, label_mask, possible_anchors, simulate, slot_targets, summarize
+from .views import TargetRows, anchor_groups, run_target
+
+
+# Written last: a checkpoint without it was interrupted.
+COMPLETE = "complete"
+
+
+class LongSparkTrainer(Trainer):
+    r"""
+    A `Trainer` whose model is the drafter. The target runs once per sequence, without gradient, and serves all anchors
+    of the sequence; nothing of it is trained or saved.
+
+    Args:
+        drafter ([`LongSparkDrafter`]): Trained.
+        target (`PreTrainedModel`): Frozen. Moved to the training device unless it has a `device_map`.
+        args (`TrainingArguments`): As for `Trainer`.
+        train_dataset, eval_dataset (`Dataset`): Of items with `input_ids`, `response_mask` and `temperature`.
+        eval_prompts (`Sequence[torch.LongTensor]`, *optional*):
+            Prompts of shape `(1, length)`; evaluation reports the τ of greedy `generate` over them as `eval_tau`.
+        num_anchors (`int`, *optional*, defaults to 512): Anchors per sequence, drawn anew each time it is seen.
+        anchors_per_group (`int`, *optional*, defaults to 32): Anchors in one pass of the drafter.
+        markov_lr_scale (`float`, *optional*, defaults to 1.0): Learning rate of the Markov head over that of the rest.
+        eval_new_tokens (`int`, *optional*, defaults to 128): Tokens per prompt of `eval_prompts`.
+        kwargs (`Any`): For `Trainer`.
+
+    Anchors depend on `args.seed`, the step and the process alone, so that a resumed run repeats them.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        drafter: LongSparkDrafter,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        eval_prompts: Sequence[torch.LongTensor] = (),
+        num_anchors: int = 512,
+        anchors_per_group: int = 32,
+        markov_lr_scale: float = 1.0,
+        eval_new_tokens: int = 128,
+        **kwargs: Any,
+    ):
+        check_fit(drafter.config, target)
+        args.remove_unused_columns = False
+        args.label_names = []
+        # Processes differ in the number of drafter passes per step, so none may hold a collective of its own.
+        args.ddp_broadcast_buffers = False
+        args.ddp_find_unused_parameters = False
+        super().__init__(
+            drafter, args, data_collator=collate, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
+        )
+        self.model_accepts_loss_kwargs = False
+        self.target = target.requires_grad_(False).eval()
+        if getattr(target, "hf_device_map", None) is None:
+            self.target.to(args.device)
+        self.borrowed = BorrowedTarget.of(self.target, drafter.config)
+        self.eval_prompts, self.eval_new_tokens = list(eval_prompts), eval_new_tokens
+        self.num_anchors, self.anchors_per_group = num_anchors, anchors_per_group
+        self.markov_lr_scale = markov_lr_scale
+        self.num_anchors_seen = 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW as configured, with a learning rate of its own for the Markov head."""
+        if self.optimizer is None:
+            named = [(n, p) for n, p in (model or self.model).named_parameters() if p.requires_grad]
+            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            markov = [p for n, p in named if "markov_head" in n]
+            rest = [p for n, p in named if "markov_head" not in n]
+            groups = [
+                {"params": rest, "weight_decay": self.args.weight_decay},
+                {"params": markov, "weight_decay": 0.0, "lr": kwargs["lr"] * self.markov_lr_scale},
+            ]
+            self.optimizer = optimizer_class(groups, **kwargs)
+        return self.optimizer
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        """The batches of one optimizer step with their anchors, and the sum of slot weights over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        generator = torch.Generator().manual_seed(
+            hash((self.args.seed, self.state.global_step, self.args.process_index)) % 2**63
+        )
+        total = torch.zeros((), dtype=torch.float32)
+        for batch in batches:
+            batch["anchors"] = [self._draw(mask.cpu(), generator) for mask in batch["response_mask"]]
+            for mask, anchors in zip(batch["response_mask"], batch["anchors"]):
+                total = total + self._label_weights(mask.cpu(), anchors).sum()
+                self.num_anchors_seen += len(anchors)
+        total = total.to(device)
+        return batches, self.accelerator.gather(total).sum() if self.args.world_size > 1 else total
+
+    def _draw(self, response_mask: torch.Tensor, generator: torch.Generator) -> torch.LongTensor:
+        anchors = possible_anchors(response_mask)
+        if len(anchors) > self.num_anchors:
+            anchors = anchors[torch.randperm(len(anchors), generator=generator)[: self.num_anchors]].sort().values
+        return anchors
+
+    def _label_weights(self, response_mask: torch.Tensor, anchors: torch.LongTensor) -> torch.Tensor:
+        block_size = self.drafter_config.block_size
+        label_rows = anchors[:, None] + 1 + torch.arange(block_size)
+        return label_mask(response_mask, label_rows) * slot_weights(block_size)
+
+    @property
+    def drafter_config(self) -> LongSparkConfig:
+        """Of the drafter in training."""
+        return self.accelerator.unwrap_model(self.model).config
+
+    def run_target(self, inputs: dict[str, Any]) -> list[TargetRows]:
+        """The target's rows for a batch of conversations."""
+        return run_target(
+            self.target,
+            self.borrowed,
+            self.drafter_config,
+            inputs["input_ids"],
+            inputs["attention_mask"],
+            self.args.device,
+        )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ):
+        """
+        The objective summed over this batch's anchors, divided by the sum of weights of the whole optimizer step.
+
+        Args:
+            model (`nn.Module`): The drafter, perhaps wrapped for data parallelism.
+            inputs (`dict`): A collated batch with `anchors` from [`~LongSparkTrainer.get_batch_samples`].
+            num_items_in_batch (`torch.Tensor`): That sum.
+        """
+        drafter = self.accelerator.unwrap_model(model)
+        total = 0.0
+        for rows, mask, anchors in zip(self.run_target(inputs), inputs["response_mask"], inputs["anchors"]):
+            for group, views in anchor_groups(drafter, rows, anchors.tolist(), self.anchors_per_group):
+                slots = slot_targets(rows, group, drafter.config.block_size)
+                counted = label_mask(mask, slots.pop("label_rows"))
+                total = (
+                    total
+                    + model(
+                        cache=views,
+                        target=self.borrowed,
+                        target_hidden_states=rows.hidden_states,
+                        label_mask=counted,
+                        num_items_in_batch=num_items_in_batch,
+                        **slots,
+                    ).loss
+                )
+        # Data parallelism averages gradients over processes; the sum is already divided by all processes' weights.
+        loss = total * self.accelerator.num_processes
+        return (loss, {}) if return_outputs else loss
+
+    def evaluate(
+        self, eval_dataset: Dataset | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """
+        Simulated acceptance over the evaluation data, and τ of `generate` over `eval_prompts` as `eval_tau`.
+
+        Returns:
+            `dict`: see [`summarize`].
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        drafter = self.accelerator.unwrap_model(self.model)
+        was_training = drafter.training
+        drafter.eval()
+        world, rank = self.args.world_size, self.args.process_index
+
+        def sequences():
+            for index in range(rank, len(dataset), world):
+                inputs = self._prepare_inputs(collate([dataset[index]]))
+                yield self.run_target(inputs)[0], inputs["response_mask"][0], dataset[index]["temperature"]
+
+        # Evaluation must not move the random state that training continues with.
+        with torch.random.fork_rng():
+            sums = simulate(drafter, self.borrowed, sequences()).to(self.args.device, torch.float32)
+            if world > 1:
+                sums = self.accelerator.reduce(sums)
+            metrics = summarize(sums.double().cpu(), drafter.config.block_size, metric_key_prefix)
+            if self.eval_prompts:
+                metrics[f"{metric_key_prefix}_tau"] = generated_tau(
+                    self.target, drafter, self.eval_prompts, self.eval_new_tokens, do_sample=False
+                )
+        metrics[f"{metric_key_prefix}_anchors_seen"] = self.num_anchors_seen
+        drafter.train(was_training)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (folder / COMPLETE).touch()
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+    """
+    The newest checkpoint that was written to its end. Those that were not are deleted, or they would be in the way.
+
+    Args:
+        output_dir (`str`): Of the run.
+    """
+    found = []
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if (folder / COMPLETE).exists():
+            found.append((int(folder.name.rpartition("-")[2]), str(folder)))
+        else:
+            shutil.rmtree(folder)
+    return max(found)[1] if found else None
