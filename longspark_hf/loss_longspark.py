@@ -22,9 +22,11 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def slot_weights(block_size: int, device: torch.device | None = None) -> torch.Tensor:
+def slot_weights(
+    block_size: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Weight of each slot's loss, `exp(-j / 4)`: early tokens decide whether later ones are looked at."""
-    return torch.exp(-torch.arange(block_size, device=device) / 4.0)
+    return torch.exp(-torch.arange(block_size, device=device, dtype=dtype) / 4.0)
 
 
 def weighted_loss(
@@ -36,6 +38,7 @@ def weighted_loss(
     weights: torch.Tensor,
     target: BorrowedTarget,
     judge_rows: torch.LongTensor | None = None,
+    probabilities: torch.Tensor | None = None,
     ce_weight: float = 0.1,
     rows_per_chunk: int = 256,
 ) -> torch.Tensor:
@@ -56,6 +59,8 @@ def weighted_loss(
         target ([`BorrowedTarget`]): Lends the head.
         judge_rows (`torch.LongTensor` of shape `(...)`, *optional*):
             Row of `target_hidden_states` (flattened) that judges each slot; one row per slot in order by default.
+        probabilities (`torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`, *optional*):
+            The target's distributions at `target_hidden_states`, where they are known already.
         ce_weight (`float`, *optional*, defaults to 0.1): Lambda of the paper.
         rows_per_chunk (`int`, *optional*, defaults to 256): Rows whose logits exist at a time.
 
@@ -73,7 +78,9 @@ def weighted_loss(
     def chunk_loss(hidden, previous, label, judge, weight):
         logits = drafter.corrected_logits(target.logits(hidden, token_ids), previous)
         q = logits.softmax(dim=-1)
-        p, judge = target_probabilities(judges, judge, target, q.dtype, token_ids)
+        p = probabilities
+        if p is None:
+            p, judge = target_probabilities(judges, judge, target, q.dtype, token_ids)
         distance = (p[judge] - q).abs().sum(dim=-1)
         if token_ids is not None:
             # q is zero outside the draft vocabulary: what p has there is distance, whatever the drafter does.

@@ -267,18 +267,25 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             kwargs (`Any`): As for `PreTrainedModel.from_pretrained`.
 
         Raises:
-            `ValueError`: if the weights lack a tensor the config asks for, or hold one it does not.
+            `ValueError`: if the weights lack a tensor the config asks for, hold one it does not, or one of another shape.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", RELEASED_NAMES)
         drafter, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-        if missing or unexpected:
+        problems = {
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+            "of another shape": [
+                f"{name} {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])
+            ],
+        }
+        if any(problems.values()):
             raise ValueError(
-                f"The weights of {pretrained_model_name_or_path} do not fit their config: missing {missing or 'none'}, "
-                f"unexpected {unexpected or 'none'}. The repository is incomplete or its config.json belongs to another one."
+                f"The weights of {pretrained_model_name_or_path} do not fit their config. "
+                + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+                + ". The repository is incomplete or its config.json belongs to another one."
             )
         drafter._weight_conversions = []  # or saving would write the released names back
         return (drafter, info) if with_info else drafter
@@ -297,6 +304,7 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         target_hidden_states: torch.Tensor | None = None,
         label_mask: torch.Tensor | None = None,
         judge_rows: torch.LongTensor | None = None,
+        probabilities: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | float | None = None,
     ) -> LongSparkOutput:
         r"""
@@ -315,6 +323,7 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             label_mask (`torch.Tensor` of shape `(batch_size, block_size)`, *optional*): True where a label counts.
             judge_rows (`torch.LongTensor` of shape `(batch_size, block_size)`, *optional*):
                 Row of `target_hidden_states` that judges each slot, where slots share rows.
+            probabilities (`torch.Tensor`, *optional*): Of the target at `target_hidden_states`, where known already.
             num_items_in_batch (`float`, *optional*):
                 What the sum of losses is divided by; the sum of this call's weights by default.
 
@@ -347,11 +356,10 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
                     "`labels` need `target_hidden_states`: the loss compares with the target's distribution."
                 )
             previous_ids = torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1)
-            weights = slot_weights(config.block_size, labels.device).expand(labels.shape)
+            weights = slot_weights(config.block_size, labels.device, at_least_fp32(self.dtype)).expand(labels.shape)
             weights = weights if label_mask is None else weights * label_mask
-            total = self.weighted_loss(
-                hidden_states, previous_ids, labels, target_hidden_states, weights, target, judge_rows=judge_rows
-            )
+            judges = (target_hidden_states, weights, target, judge_rows, probabilities)
+            total = self.weighted_loss(hidden_states, previous_ids, labels, *judges)
             if num_items_in_batch is None:
                 num_items_in_batch = weights.sum().clamp(min=torch.finfo(total.dtype).tiny)
             loss = total / num_items_in_batch

@@ -156,7 +156,7 @@ def config_rotary(config: LongSparkConfig) -> Rotary:
         if parameters.get("rope_type", "default") == "default":
             dim = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
             exponent = torch.arange(0, dim, 2, dtype=dtype, device=device) / dim
-            inv_freq, scaling = parameters["rope_theta"] ** -exponent, 1.0
+            inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
         else:
             init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
             inv_freq, scaling = init(config, device, **({"layer_type": layer_type} if layer_type else {}))

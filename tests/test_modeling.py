@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
@@ -903,6 +903,24 @@ def test_loss_and_its_gradient_equal_the_dense_formula(rows_per_chunk, ce_weight
     expected = dense_loss(drafter, target, **inputs, ce_weight=ce_weight)
 
     assert loss.dtype == torch.float64 and loss.shape == ()
+    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-12)
+    for ours, theirs in zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)
+
+
+def test_loss_of_chunks_too_large_to_keep_is_the_same():
+    vocab_size, rows = 20011, 300
+    torch.manual_seed(0)
+    drafter = LongSparkDrafter(tiny_config(vocab_size=vocab_size, markov_rank=2)).double()
+    target = make_target(torch.float64)
+    target.lm_head = nn.Linear(HIDDEN, vocab_size, bias=False).double().requires_grad_(False)
+    inputs = loss_inputs(batch_size=rows // BLOCK)
+    inputs["hidden_states"].requires_grad_()
+    wanted = [inputs["hidden_states"], *drafter.markov_head.parameters()]
+
+    loss = drafter.weighted_loss(**inputs, target=target)
+    expected = dense_loss(drafter, target, **inputs)
+
     torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted)):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)

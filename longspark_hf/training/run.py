@@ -31,16 +31,19 @@ class ClockCallback(TrainerCallback):
     Args:
         save_minutes (`float`, *optional*): Minutes between checkpoints.
         max_minutes (`float`, *optional*): Minutes after which training stops with a checkpoint.
+        multiple (`int`, *optional*, defaults to 1): Only at steps that are a multiple of this.
     """
 
-    def __init__(self, save_minutes: float | None = None, max_minutes: float | None = None):
-        self.save_minutes, self.max_minutes = save_minutes, max_minutes
+    def __init__(self, save_minutes: float | None = None, max_minutes: float | None = None, multiple: int = 1):
+        self.save_minutes, self.max_minutes, self.multiple = save_minutes, max_minutes, multiple
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = self.saved = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.monotonic()
+        if state.global_step % self.multiple:
+            return
         if self.save_minutes is not None and now - self.saved > 60 * self.save_minutes:
             control.should_save = True
         if self.max_minutes is not None and now - self.begun > 60 * self.max_minutes:
@@ -88,6 +91,7 @@ def train(
     max_response_length: int | None = None,
     num_anchors: int = 512,
     anchors_per_group: int = 32,
+    steps_per_batch: int = 1,
     markov_lr_scale: float = 1.0,
     save_minutes: float | None = None,
     max_minutes: float | None = None,
@@ -111,7 +115,7 @@ def train(
         long_share (`float`, *optional*, defaults to 0): Share of the samples joined to long conversations.
         long_characters (`int`, *optional*, defaults to 8000): Length of those.
         max_length, max_response_length (`int`, *optional*): See [`tokenize`].
-        num_anchors, anchors_per_group, markov_lr_scale: See [`LongSparkTrainer`].
+        num_anchors, anchors_per_group, steps_per_batch, markov_lr_scale: See [`LongSparkTrainer`].
         save_minutes, max_minutes (`float`, *optional*): See [`ClockCallback`].
         resume (`bool`, *optional*, defaults to `True`): Go on from the newest complete checkpoint in `output_dir`.
         arguments (`Any`): For `TrainingArguments`.
@@ -166,8 +170,9 @@ def train(
         eval_prompts=prompts,
         num_anchors=num_anchors,
         anchors_per_group=anchors_per_group,
+        steps_per_batch=steps_per_batch,
         markov_lr_scale=markov_lr_scale,
-        callbacks=[ClockCallback(save_minutes, max_minutes), KeepBest(drafter)],
+        callbacks=[ClockCallback(save_minutes, max_minutes, steps_per_batch), KeepBest(drafter)],
     )
     checkpoint = last_complete_checkpoint(output_dir) if resume else None
     trainer.train(resume_from_checkpoint=checkpoint)

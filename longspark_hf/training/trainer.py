@@ -5,6 +5,7 @@ what an evaluation reports.
 Does not know: how views are made (views), what the loss is (loss_longspark), where data comes from (data).
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from longspark_hf.configuration_longspark import LongSparkConfig
-from longspark_hf.loss_longspark import slot_weights
+from longspark_hf.loss_longspark import at_least_fp32, slot_weights, target_probabilities
 from longspark_hf.modeling_longspark import LongSparkDrafter
 from longspark_hf.target_longspark import BorrowedTarget, check_fit
 
@@ -27,7 +28,13 @@ from .views import TargetRows, anchor_groups, run_target
 
 
 # Written last: a checkpoint without it was interrupted.
-COMPLETE = "complete"
+COMPLETE = "complete.json"
+
+
+class _Kept:
+    """Target rows of a batch, for the steps that share it; passes through `Trainer` untouched."""
+
+    rows: list[TargetRows] | None = None
 
 
 class LongSparkTrainer(Trainer):
@@ -44,6 +51,9 @@ class LongSparkTrainer(Trainer):
             Prompts of shape `(1, length)`; evaluation reports the τ of greedy `generate` over them as `eval_tau`.
         num_anchors (`int`, *optional*, defaults to 512): Anchors per sequence, drawn anew each time it is seen.
         anchors_per_group (`int`, *optional*, defaults to 32): Anchors in one pass of the drafter.
+        steps_per_batch (`int`, *optional*, defaults to 1):
+            Optimizer steps made from one pass of the target, each on its share of the anchors. More steps learn more from
+            little data; the batches that would have followed meanwhile are left out. Save at multiples of it.
         markov_lr_scale (`float`, *optional*, defaults to 1.0): Learning rate of the Markov head over that of the rest.
         eval_new_tokens (`int`, *optional*, defaults to 128): Tokens per prompt of `eval_prompts`.
         kwargs (`Any`): For `Trainer`.
@@ -64,6 +74,7 @@ class LongSparkTrainer(Trainer):
         eval_prompts: Sequence[torch.LongTensor] = (),
         num_anchors: int = 512,
         anchors_per_group: int = 32,
+        steps_per_batch: int = 1,
         markov_lr_scale: float = 1.0,
         eval_new_tokens: int = 128,
         **kwargs: Any,
@@ -84,7 +95,8 @@ class LongSparkTrainer(Trainer):
         self.borrowed = BorrowedTarget.of(self.target, drafter.config)
         self.eval_prompts, self.eval_new_tokens = list(eval_prompts), eval_new_tokens
         self.num_anchors, self.anchors_per_group = num_anchors, anchors_per_group
-        self.markov_lr_scale = markov_lr_scale
+        self.markov_lr_scale, self.steps_per_batch = markov_lr_scale, steps_per_batch
+        self._batches: list[dict[str, Any]] = []
         self.num_anchors_seen = 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -104,17 +116,28 @@ class LongSparkTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         """The batches of one optimizer step with their anchors, and the sum of slot weights over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        generator = torch.Generator().manual_seed(
-            hash((self.args.seed, self.state.global_step, self.args.process_index)) % 2**63
-        )
+        share, group = self.state.global_step % self.steps_per_batch, self.state.global_step // self.steps_per_batch
+        if share and self._batches and batches:
+            batches = self._batches  # what was fetched is dropped, so that the place in the data follows from the step
+        else:
+            # A tuple of ints hashes alike in every process and session.
+            seed = hash((self.args.seed, group, self.args.process_index)) % 2**63
+            generator = torch.Generator().manual_seed(seed)
+            for batch in batches:
+                batch["drawn"] = [self._draw(mask.cpu(), generator) for mask in batch["response_mask"]]
+                batch["rows"] = _Kept()
+        self._batches = batches if self.steps_per_batch > 1 else []
+
         total = torch.zeros((), dtype=torch.float32)
         for batch in batches:
-            batch["anchors"] = [self._draw(mask.cpu(), generator) for mask in batch["response_mask"]]
+            batch["anchors"] = [anchors[share :: self.steps_per_batch] for anchors in batch["drawn"]]
             for mask, anchors in zip(batch["response_mask"], batch["anchors"]):
                 total = total + self._label_weights(mask.cpu(), anchors).sum()
                 self.num_anchors_seen += len(anchors)
         total = total.to(device)
-        return batches, self.accelerator.gather(total).sum() if self.args.world_size > 1 else total
+        total = self.accelerator.gather(total).sum() if self.args.world_size > 1 else total
+        # A share may be empty at the very end of short responses.
+        return batches, total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def _draw(self, response_mask: torch.Tensor, generator: torch.Generator) -> torch.LongTensor:
         anchors = possible_anchors(response_mask)
@@ -159,25 +182,43 @@ class LongSparkTrainer(Trainer):
             num_items_in_batch (`torch.Tensor`): That sum.
         """
         drafter = self.accelerator.unwrap_model(model)
-        total = 0.0
-        for rows, mask, anchors in zip(self.run_target(inputs), inputs["response_mask"], inputs["anchors"]):
+        kept = inputs["rows"]
+        if kept.rows is None:
+            kept.rows = self.run_target(inputs)
+            if self.steps_per_batch > 1:
+                for rows in kept.rows:
+                    rows.probabilities = self._probabilities(rows, drafter)
+        losses = []
+        for rows, mask, anchors in zip(kept.rows, inputs["response_mask"], inputs["anchors"]):
             for group, views in anchor_groups(drafter, rows, anchors.tolist(), self.anchors_per_group):
                 slots = slot_targets(rows, group, drafter.config.block_size)
                 counted = label_mask(mask, slots.pop("label_rows"))
-                total = (
-                    total
-                    + model(
-                        cache=views,
-                        target=self.borrowed,
-                        target_hidden_states=rows.hidden_states,
-                        label_mask=counted,
-                        num_items_in_batch=num_items_in_batch,
-                        **slots,
-                    ).loss
+                output = model(
+                    cache=views,
+                    target=self.borrowed,
+                    target_hidden_states=rows.hidden_states,
+                    probabilities=rows.probabilities,
+                    label_mask=counted,
+                    num_items_in_batch=num_items_in_batch,
+                    **slots,
                 )
+                losses.append(output.loss)
+        if not losses:  # a loss without anchors must still have gradients, all zero
+            losses = [0.0 * parameter.sum() for parameter in drafter.parameters()]
+        if self.steps_per_batch == 1:
+            kept.rows = None
         # Data parallelism averages gradients over processes; the sum is already divided by all processes' weights.
-        loss = total * self.accelerator.num_processes
+        loss = sum(losses) * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss
+
+    def _probabilities(self, rows: TargetRows, drafter: LongSparkDrafter) -> torch.Tensor:
+        dtype = at_least_fp32(drafter.dtype)
+        index = torch.arange(len(rows.hidden_states), device=rows.hidden_states.device)
+        chunks = (
+            target_probabilities(rows.hidden_states, chunk, self.borrowed, dtype, drafter.draft_token_ids)[0]
+            for chunk in index.split(256)
+        )
+        return torch.cat(list(chunks))
 
     def evaluate(
         self, eval_dataset: Dataset | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -219,7 +260,13 @@ class LongSparkTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (folder / COMPLETE).touch()
+            (folder / COMPLETE).write_text(json.dumps({"num_anchors_seen": self.num_anchors_seen}) + "\n")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        file = Path(resume_from_checkpoint) / COMPLETE
+        if file.exists():
+            self.num_anchors_seen = json.loads(file.read_text())["num_anchors_seen"]
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:

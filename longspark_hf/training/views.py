@@ -34,6 +34,8 @@ class TargetRows:
         boundaries (`torch.Tensor` of shape `(length, num_hidden_layers, hidden_size)`):
             Hidden states of the selected target layers; the last target layer's after the final norm.
         hidden_states (`torch.Tensor` of shape `(length, hidden_size)`): After the final norm.
+        probabilities (`torch.Tensor` of shape `(length, draft_vocab_size or vocab_size)`, *optional*):
+            Distributions at every row, kept where several steps share them.
     """
 
     input_ids: torch.LongTensor
@@ -41,6 +43,7 @@ class TargetRows:
     values: list[torch.Tensor]
     boundaries: torch.Tensor
     hidden_states: torch.Tensor
+    probabilities: torch.Tensor | None = None
 
 
 class _SelectedRows(DynamicCache):
