@@ -28,7 +28,7 @@ demo: $(STAMP)
 	$(BIN)/longspark demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -144,6 +144,11 @@ class LongSparkCacheLayer(CacheLayerMixin):
                 f"Got keys of shape {tuple(key_states.shape)} and values of shape {tuple(value_states.shape)}, but this "
                 f"state holds rows of {expected[0]} sequences and {expected[1]} heads of {expected[3]}."
             )
+        if row_mask is not None and row_mask.shape != (expected[0], expected[2]):
+            raise ValueError(
+                f"Got a `row_mask` of shape {tuple(row_mask.shape)} for {expected[2]} rows of {expected[0]} sequences; "
+                f"expected {(expected[0], expected[2])}."
+            )
         if key_states.shape[2] == 0:
             return self.keys, self.values
         # Rows are folded where they are, so that a drafter on another device receives fixed-size state only.

@@ -30,7 +30,7 @@ _RELEASED_FIELDS = {
     "num_key_value_heads": ("num_key_value_heads", 8),
     "head_dim": ("head_dim", 128),
     "vocab_size": ("vocab_size", ...),
-    "num_target_layers": ("num_target_layers", ...),
+    "num_target_layers": ("num_target_layers", None),
     "block_size": ("block_size", 7),
     "raw_target_rows": ("window_size", 256),
     "global_memory_slots": ("num_summary_queries", 16),
@@ -292,15 +292,17 @@ def _translate_released(released: dict[str, Any]) -> dict[str, Any]:
         if value is not None or field not in ours:
             ours[field] = default if value is None else value
 
-    policy = released.get("target_layer_policy")
-    ids = released.get("target_layer_ids")
-    if ids is None:
-        if not policy or policy.partition("_")[0] not in ("uniform", "last") or not policy.partition("_")[2].isdigit():
-            raise ValueError(
-                f"The released config has neither `target_layer_ids` nor a known `target_layer_policy` (got {policy!r}; "
-                "expected 'uniform_K' or 'last_K'). Fix its config.json."
-            )
-        kind, _, count = policy.partition("_")
+    ids, policy = released.get("target_layer_ids"), released.get("target_layer_policy") or ""
+    kind, _, count = policy.partition("_")
+    if ids is not None and ours["num_target_layers"] is None:
+        ours["num_target_layers"] = max(ids) + 1  # the published policy ends with the last layer
+    elif ids is None and (ours["num_target_layers"] is None or kind not in ("uniform", "last") or not count.isdigit()):
+        raise ValueError(
+            "The released config lacks `target_layer_ids`, and does not imply them by `num_target_layers` "
+            f"(got {ours['num_target_layers']}) and a `target_layer_policy` of 'uniform_K' or 'last_K' (got {policy!r}). "
+            "Fix its config.json."
+        )
+    elif ids is None:
         layers = ours["num_target_layers"]
         ids = uniform_layer_ids(layers, int(count)) if kind == "uniform" else list(range(layers))[-int(count) :]
     ours["target_layer_ids"] = list(ids)

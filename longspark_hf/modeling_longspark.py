@@ -457,7 +457,8 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         # Argmax of p / Exp(1) is a sample of p. `torch.multinomial` would raise on a non-finite row (and kill the context
         # on a GPU) before anyone could look at it.
         probabilities = scores.softmax(dim=-1)
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
+        noise = torch.empty_like(probabilities).exponential_().clamp_(min=torch.finfo(probabilities.dtype).tiny)
+        return (probabilities / noise).argmax(dim=-1)
 
 
 __all__ = ["LongSparkDrafter"]

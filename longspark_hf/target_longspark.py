@@ -120,7 +120,6 @@ def _target_rotary(module: nn.Module, layer_types: list[str] | None, config: Lon
     # up angles must not change the target's state. What the target's own last pass set is what its keys were made with.
     forward = inspect.unwrap(type(module).forward)
     by_layer_type = "layer_type" in inspect.signature(forward).parameters
-    rotary_dim = _rotary_dim(config)
 
     @torch.no_grad()
     def rotary(hidden_states: torch.Tensor, position_ids: torch.Tensor, draft_layer: int):
@@ -128,10 +127,16 @@ def _target_rotary(module: nn.Module, layer_types: list[str] | None, config: Lon
         cos, sin = forward(module, hidden_states, position_ids, **extra)
         if cos.ndim == 4:  # one copy per axis of a multimodal rotary; text has the same position on all of them
             cos, sin = cos[0], sin[0]
-        if 2 * cos.shape[-1] == rotary_dim:  # each angle once, for both halves (gpt-oss)
+        if each_angle_once:
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         return cos, sin
 
+    # Some targets (gpt-oss) give each angle once and use it for both halves.
+    each_angle_once = False
+    probe = module.inv_freq if isinstance(getattr(module, "inv_freq", None), torch.Tensor) else None
+    if probe is not None and not by_layer_type:
+        position = torch.ones(1, 1, dtype=torch.long, device=probe.device)
+        each_angle_once = rotary(torch.zeros(1, 1, 1, device=probe.device), position, 0)[0].shape[-1] == len(probe)
     return rotary
 
 

@@ -416,11 +416,20 @@ def test_released_config_that_contradicts_itself_or_this_drafter_raises(override
     assert any(value in str(error.value) for value in values), error.value
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "qwen_num_attention_heads", "mask_token_id", "num_target_layers"])
+@pytest.mark.parametrize("key", ["hidden_size", "qwen_num_attention_heads", "mask_token_id"])
 def test_released_config_without_a_key_that_has_no_default_raises(key):
     released = released_config()
     del released[key]
     with pytest.raises(ValueError, match=key):
+        LongSparkConfig.from_released(released)
+
+
+def test_released_config_implies_its_number_of_target_layers_by_the_last_id():
+    released = released_config()
+    del released["num_target_layers"]
+    assert LongSparkConfig.from_released(released).num_target_layers == max(released["target_layer_ids"]) + 1
+    del released["target_layer_ids"]
+    with pytest.raises(ValueError, match="target_layer_ids"):
         LongSparkConfig.from_released(released)
 
 
