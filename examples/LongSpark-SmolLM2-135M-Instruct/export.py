@@ -1,0 +1,115 @@
+"""From a training run to the files of this folder: weights in bf16, measured τ, and the card.
+
+    python examples/LongSpark-SmolLM2-135M-Instruct/export.py --run runs/smollm2 --eval-data DIR --data smollm2_synthetic.jsonl
+
+`--eval-data` holds `eval_NAME.jsonl` files of `{"turns": [...]}`; first turns are used. The last 5% of `--data` was held out.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from longspark_hf import LongSparkDrafter
+from longspark_hf.evaluation.provenance import provenance, write_result
+from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_drafter, load_target
+from longspark_hf.training.data import read_samples
+from longspark_hf.training.metrics import generated_tau
+
+
+FOLDER = Path(__file__).parent
+CARD = """---
+library_name: transformers
+base_model: {target}
+license: apache-2.0
+tags: [longspark, speculative-decoding]
+---
+# LongSpark drafter for {target}
+
+A small demonstration drafter: {parameters:.1f}M parameters, trained on one CPU core with `train.py` beside this card. It is
+no standalone model; pass it to the target's `generate` as `assistant_model`, with longspark_hf installed. Output stays the
+target's, whatever it proposes.
+
+| prompts | τ at T = 0 | τ at T = 1 |
+|---|--:|--:|
+{rows}
+
+τ is the mean number of tokens committed per round of `generate`, here over {prompts} prompts a set and {new_tokens} new tokens
+each (`results.json`: {device}, {dtype}, torch {torch}, transformers {transformers}, {date}).
+
+Training: {anchors:,} anchors in {steps:,} steps, self-generated conversations of the target, contexts up to about 2K tokens.
+Draft layers read target layers {layers}; it proposes only the {vocabulary:,} most frequent tokens of the data.
+"""
+
+
+def prompt_ids(tokenizer, text: str) -> torch.LongTensor:
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, help="output folder of train.py")
+    parser.add_argument("--eval-data", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--prompts", type=int, default=5, help="per set")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    options = parser.parse_args()
+
+    best = Path(options.run) / "best"
+    LongSparkDrafter.from_pretrained(best, dtype=torch.bfloat16).save_pretrained(FOLDER)
+    target, tokenizer = load_target("smollm2")
+    drafter = load_drafter(str(FOLDER))  # what is shipped, rounded to bf16, computed in fp32
+
+    sets = {}
+    for path in sorted(Path(options.eval_data).glob("eval_*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()[: options.prompts]
+        sets[path.stem.removeprefix("eval_")] = [json.loads(line)["turns"][0] for line in lines]
+    held_out = read_samples(options.data)
+    sets["held-out"] = [s.messages[-1]["content"] for s in held_out[-options.prompts :]]
+
+    taus: dict[str, dict[str, float]] = {}
+    for name, texts in sets.items():
+        prompts = [prompt_ids(tokenizer, text) for text in texts]
+        taus[name] = {}
+        for temperature, sampling in (("0", {"do_sample": False}), ("1", {"do_sample": True, "top_k": 0})):
+            torch.manual_seed(980426)
+            taus[name][temperature] = generated_tau(target, drafter, prompts, options.new_tokens, **sampling)
+            print(name, "T =", temperature, round(taus[name][temperature], 3), flush=True)
+
+    metrics = json.loads((best / "metrics.json").read_text())
+    training = json.loads((Path(options.run) / "provenance.json").read_text())
+    source = provenance(drafter.dtype)
+    result = {
+        "target": SMOLLM2_HUB_ID,
+        "tau": taus,
+        "prompts_per_set": options.prompts,
+        "new_tokens": options.new_tokens,
+        "training": {"metrics_of_the_best_checkpoint": metrics, "provenance": training},
+        "evaluations": [
+            json.loads(line) for line in (Path(options.run) / "evaluations.jsonl").read_text().splitlines()
+        ],
+        "provenance": source,
+    }
+    write_result(FOLDER / "results.json", result)
+    card = CARD.format(
+        target=SMOLLM2_HUB_ID,
+        parameters=drafter.num_parameters() / 1e6,
+        rows="\n".join(f"| {name} | {t['0']:.2f} | {t['1']:.2f} |" for name, t in taus.items()),
+        prompts=options.prompts,
+        new_tokens=options.new_tokens,
+        anchors=metrics["eval_anchors_seen"],
+        steps=metrics["step"],
+        layers=drafter.config.target_layer_ids,
+        vocabulary=drafter.config.draft_vocab_size,
+        **{key: source[key] for key in ("device", "dtype", "torch", "transformers", "date")},
+    )
+    (FOLDER / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
