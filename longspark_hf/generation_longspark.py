@@ -11,23 +11,30 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
-from transformers.generation import (
-    CandidateGenerator,
-    EosTokenCriteria,
-    GenerationMixin,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
+from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .cache_longspark import LongSparkCache
+from .checks_longspark import Call, check_call
+from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
-from .target_longspark import BorrowedTarget, check_fit, check_run_length
+from .target_longspark import BorrowedTarget, check_fit
 
 
 if TYPE_CHECKING:
@@ -35,10 +42,18 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# They change state of their own whenever they are called, and verifying calls them for tokens that are then rejected.
-STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# The loop itself cuts a round at these.
-CRITERIA_OF_THE_LOOP = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+# Processors of transformers that take any prefix and any scores. All others are only shown prefixes that can be.
+UNDEMANDING_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
 
 @dataclass
@@ -85,12 +100,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         tap ([`TargetTap`]): Over the cache of this call.
         generation_config (`GenerationConfig`): Prepared by `generate`; `num_assistant_tokens` caps the draft.
         logits_processor (`LogitsProcessorList`): Prepared by `generate`; applied to the draft as to the target.
-        stopping_criteria (`StoppingCriteriaList`, *optional*):
-            Prepared by `generate`. The loop looks at them between rounds only, so a draft is cut before the first token
-            that would fire one: that token can then only come as the last of its round.
-
-    Raises:
-        `ValueError`: if a logits processor keeps state that speculative decoding would corrupt.
+        stopping_rules ([`StoppingRules`]): Where a draft must end.
     """
 
     requires_model_outputs = True
@@ -103,22 +113,17 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         tap: TargetTap,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList | None = None,
+        stopping_rules: StoppingRules,
     ):
-        for processor in logits_processor:
-            if isinstance(processor, STATEFUL_PROCESSORS):
-                raise ValueError(
-                    f"`{type(processor).__name__}` keeps state from call to call and would see rejected draft tokens. "
-                    "Generate without `assistant_model`, or without this processor."
-                )
         self.drafter, self.borrowed, self.tap = drafter, borrowed, tap
         self.generation_config = generation_config
         self.logits_processor = logits_processor
-        self.custom_criteria = [c for c in stopping_criteria or () if not isinstance(c, CRITERIA_OF_THE_LOOP)]
+        self.stopping_rules = stopping_rules
         self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
         self._length: int | None = None
         self._clock = 0.0
         self._drafting = True
+        self._demanding = any(type(p) not in UNDEMANDING_PROCESSORS for p in logits_processor)
 
     def get_candidate_generator(self, **_: Any) -> "LongSparkCandidateGenerator":
         """The seam asks the loop's `assistant_model`, which is this object, for its candidate generator."""
@@ -170,7 +175,10 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         limit = config.num_assistant_tokens
         budget = config.max_length - input_ids.shape[1] - 1
         num_tokens = min(self.drafter.config.block_size, budget, budget if limit is None else int(limit))
-        if num_tokens <= 0 or not self._drafting:
+        if num_tokens <= 0 or not self._drafting or not self.stopping_rules.allow_drafts:
+            return input_ids, None
+        ends_before = self._ends_before() if self._demanding or self.stopping_rules else None
+        if not self.stopping_rules.allow_drafts:
             return input_ids, None
 
         state = self.tap.state
@@ -187,6 +195,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             do_sample=config.do_sample,
             logits_processor=self.logits_processor,
             input_ids=input_ids,
+            ends_before=ends_before,
         )
         # The one look at the device of this round.
         finite, *possible = torch.cat([draft.finite[:, None], draft.possible], dim=1)[0].tolist()
@@ -197,16 +206,20 @@ class LongSparkCandidateGenerator(CandidateGenerator):
                 "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
             )
             return input_ids, None
-        if False in possible:
-            num_tokens = possible.index(False)
+        num_tokens = possible.index(False) if False in possible else len(possible)
         candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
-        for length in range(input_ids.shape[1] + 1, candidates.shape[1] + 1) if self.custom_criteria else ():
-            if any(bool(torch.as_tensor(fires(candidates[:, :length], None)).any()) for fires in self.custom_criteria):
-                candidates = candidates[:, : length - 1]
-                break
-        num_tokens = candidates.shape[1] - input_ids.shape[1]
         with_logits = num_tokens > 0 and (config.do_sample or config.assistant_ensemble_weight is not None)
         return candidates, draft.logits[:, :num_tokens] if with_logits else None
+
+    def _ends_before(self) -> Callable[[torch.LongTensor], bool]:
+        """Whether a draft must end before its newest token: an EOS, after which nothing can follow, or one that stops."""
+        eos, fires = getattr(self.generation_config, "_eos_token_tensor", None), self.stopping_rules.begin_draft()
+
+        def ends_before(prefix: torch.LongTensor) -> bool:
+            is_eos = eos is not None and bool(torch.isin(prefix[:, -1], eos.to(prefix.device)).any())
+            return is_eos or fires(prefix)
+
+        return ends_before
 
     def finish(self) -> None:
         """Commit the last round after the loop ended well; the target cache tells how much of it was kept."""
@@ -260,47 +273,27 @@ class LongSparkAssistant:
             `ValueError`: before any token is generated, if drafter and target do not fit or the call asks for something
             that cannot be supported.
         """
-        inputs_embeds = kwargs.get("inputs_embeds")
-        prompt_length = input_ids.shape[1] or (0 if inputs_embeds is None else inputs_embeds.shape[1])
-        end = generation_config.max_length + prompt_length - input_ids.shape[1]
-        check_run_length(target, start=prompt_length, end=end)
-        if input_ids.shape[0] > 1:
-            raise ValueError(
-                f"Got a batch of {input_ids.shape[0]} sequences with `assistant_model`; assisted generation drafts for one "
-                "sequence at a time. Call `generate` once per sequence, or leave out `assistant_model`."
-            )
-        cache_name = "cache" if "cache" in kwargs else "past_key_values"  # its name before transformers 5.24
-        target_cache = kwargs.get(cache_name)
-        if not isinstance(target_cache, Cache):
-            raise ValueError(
-                f"Assisted generation needs a `Cache` for the target, got {type(target_cache).__name__}. Do not pass "
-                "`use_cache=False`."
-            )
-        attention_mask = kwargs.get("attention_mask")
-        if attention_mask is not None and attention_mask.shape[1] != input_ids.shape[1]:
-            raise ValueError(
-                f"The `attention_mask` has padding and covers {attention_mask.shape[1]} tokens, but `input_ids` has "
-                f"{input_ids.shape[1]}: the assisted loop of transformers would cut the mask. Pass the ids of the whole "
-                "conversation (cached tokens are not processed again), or drop the padded positions."
-            )
-
-        state = self._resume(target, target_cache, input_ids, generation_config, kwargs)
+        call = check_call(target, input_ids, generation_config, logits_processor, kwargs)
+        target_cache = call.target_cache
+        with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
+        rules = StoppingRules(stopping_criteria, generation_config, input_ids.shape[1], with_scores)
+        state = self._resume(target, call, input_ids, kwargs)
         borrowed = BorrowedTarget.of(target, self.config)
         # A compiled target forward would trace through the tap.
         generation_config.disable_compile = True
         # The loop switches the recording of past rows on and leaves it on, in a cache that may be the user's.
         recording = [(layer, layer.record_past) for layer in target_cache.layers if hasattr(layer, "record_past")]
         try:
-            with TargetTap(borrowed, self.config, target_cache, state, attention_mask) as tap:
+            with TargetTap(borrowed, self.config, target_cache, state, kwargs.get("attention_mask")) as tap:
                 generator = LongSparkCandidateGenerator(
-                    self, borrowed, tap, generation_config, logits_processor, stopping_criteria
+                    self, borrowed, tap, generation_config, logits_processor, rules
                 )
                 output = loop(
                     target,
                     input_ids,
                     generation_config=generation_config,
                     logits_processor=logits_processor,
-                    stopping_criteria=stopping_criteria,
+                    stopping_criteria=rules.for_loop,
                     assistant_model=generator,
                     **kwargs,
                 )
@@ -313,51 +306,30 @@ class LongSparkAssistant:
         return output
 
     def _resume(
-        self,
-        target: PreTrainedModel,
-        target_cache: Cache,
-        input_ids: torch.LongTensor,
-        generation_config: GenerationConfig,
-        kwargs: dict[str, Any],
+        self, target: PreTrainedModel, call: Call, input_ids: torch.LongTensor, kwargs: dict[str, Any]
     ) -> LongSparkCache:
         """
         The drafter state for the rows already in the target's cache. Changes `kwargs` so that the loop's first pass
         processes only what is new; left alone it would process a full prompt again on top of the cached one.
         """
-        fresh = self.new_cache()
-        past = int(target_cache.get_seq_length())
+        fresh, target_cache = self.new_cache(), call.target_cache
         state, covered = take_state(target_cache, fresh, self.config)
-        if past == 0:
+        if call.past == 0:
             return fresh
-
-        attention_mask, inputs_embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
-        # `generate` drops a mask of ones, having noted its length.
-        mask_length = (
-            getattr(generation_config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
-        )
-        has_all_ids = input_ids.shape[1] > 0 and mask_length in (-1, input_ids.shape[1])
-        has_full_prompt = has_all_ids or inputs_embeds is not None
-        length = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
-        if has_full_prompt and length <= past:
-            raise ValueError(
-                f"The cache already holds {past} tokens but the prompt has {length}: nothing is left to process. Pass the "
-                "whole conversation including new tokens, or `crop` the cache so that at least the last token is new."
-            )
-
         if not holds_rows_from(target_cache, self.config, covered):
-            if has_full_prompt:
+            if call.has_full_prompt:
                 target_cache.reset()
                 return fresh
             logger.warning_once(
                 "The cache no longer holds all rows of the drafter's sliding layers; its summary starts at the oldest row "
                 "held. Output is not affected; drafts may be accepted less often. Pass the whole conversation to avoid it."
             )
-        absorb_held_rows(target_cache, state, self.config, covered, attention_mask)
-        if inputs_embeds is not None:
-            kwargs["inputs_embeds"] = inputs_embeds[:, past:]
-        elif has_all_ids:
+        absorb_held_rows(target_cache, state, self.config, covered, kwargs.get("attention_mask"))
+        if kwargs.get("inputs_embeds") is not None:
+            kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, call.past :]
+        elif call.has_all_ids:
             # Embeddings of the new tokens: the loop's first pass then runs over these alone.
-            kwargs["inputs_embeds"] = target.get_input_embeddings()(input_ids[:, past:])
+            kwargs["inputs_embeds"] = target.get_input_embeddings()(input_ids[:, call.past :])
         return state
 
 

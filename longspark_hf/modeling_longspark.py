@@ -4,6 +4,7 @@ Knows: what is computed from the views (a `LongSparkCache`) and the modules borr
 Does not know: how the views are filled, or when a round happens (generation_longspark).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -388,6 +389,7 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         do_sample: bool = False,
         logits_processor: LogitsProcessorList | None = None,
         input_ids: torch.LongTensor | None = None,
+        ends_before: Callable[[torch.LongTensor], bool] | None = None,
     ) -> LongSparkDraft:
         r"""
         Draft a block: the trunk once, then the Markov chain token by token.
@@ -398,17 +400,20 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             do_sample (`bool`, *optional*, defaults to `False`): Sample each token, or take the most likely.
             logits_processor (`LogitsProcessorList`, *optional*): Applied to the corrected logits of each token.
             input_ids (`torch.LongTensor` of shape `(batch_size, length)`, *optional*):
-                All tokens so far, anchor included; only processors read them.
+                All tokens so far, anchor included; only processors and `ends_before` read them.
+            ends_before (`Callable`, *optional*):
+                Given all tokens and the draft so far, whether the draft must end before its newest token. With it every
+                token is looked at before processors see the next prefix, so that they never see an impossible one.
 
         Returns:
-            [`LongSparkDraft`]
+            [`LongSparkDraft`], shorter than `num_tokens` where it had to end.
         """
         num_tokens = self.config.block_size if num_tokens is None else num_tokens
         hidden_states = self(anchor_ids, position_ids, cache, target).hidden_states
         base_logits = target.logits(hidden_states[:, :num_tokens], self.draft_token_ids).to(self.device)
 
         previous = anchor_ids.to(self.device)
-        prefix = input_ids.to(self.device) if logits_processor else None
+        prefix = input_ids.to(self.device) if logits_processor or ends_before else None
         tokens, logits, finite = [], [], torch.ones_like(previous, dtype=torch.bool)
         for slot in range(num_tokens):
             scores = self.corrected_logits(base_logits[:, slot], previous)
@@ -416,13 +421,24 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             if self.draft_token_ids is not None:
                 whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
                 scores = whole.index_copy_(-1, self.draft_token_ids, scores)
-            if logits_processor:
-                scores = logits_processor(prefix, scores)
+            if ends_before is not None and not bool(finite.all()):
+                break
+            for processor in logits_processor or ():
+                scores = processor(prefix, scores)
+                if ends_before is not None and not bool((scores.amax(dim=-1) > -torch.inf).all()):
+                    break
+            if ends_before is not None and not bool((scores.amax(dim=-1) > -torch.inf).all()):
+                break
             previous = self._sample(scores) if do_sample else scores.argmax(dim=-1)
+            if prefix is not None:
+                prefix = torch.cat([prefix, previous[:, None]], dim=1)
+            if ends_before is not None and ends_before(prefix):
+                break
             tokens.append(previous)
             logits.append(scores)
-            if logits_processor:
-                prefix = torch.cat([prefix, previous[:, None]], dim=1)
+        if not tokens:
+            empty = base_logits.new_empty((len(previous), 0, self.config.vocab_size))
+            return LongSparkDraft(previous.new_empty((len(previous), 0)), empty, finite, empty[..., 0] > 0)
         logits = torch.stack(logits, dim=1)
         possible = logits.amax(dim=-1) > -torch.inf
         return LongSparkDraft(token_ids=torch.stack(tokens, dim=1), logits=logits, finite=finite, possible=possible)

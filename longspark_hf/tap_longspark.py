@@ -95,6 +95,7 @@ class TargetTap:
     def _output_hook(self, layer_id: int):
         tap_reference = weakref.ref(self)
 
+        @torch.compiler.disable  # a compiled target breaks its graph here rather than trace us
         def keep_hidden_states(_module: Any, _args: Any, output: Any) -> None:
             tap = tap_reference()
             if tap is None or tap._awaited != layer_id or tap._thread != threading.get_ident():
@@ -154,8 +155,7 @@ class TargetTap:
         if silent:
             raise ValueError(
                 f"Target layers {silent} wrote no key/value rows to the cache in this pass, so the drafter cannot read "
-                "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own; a "
-                "target compiled with `torch.compile` must be passed uncompiled, as its hooks do not run."
+                "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own."
             )
         last_row = -1 if self.prefilling else num_rows - 1
         device = self.state.layers[0].summary_queries.device
@@ -210,6 +210,8 @@ def take_state(target_cache: Cache, fresh: LongSparkCache, config: LongSparkConf
     state, layer_ids, length = target_cache.__dict__.pop(STATE_ATTRIBUTE, (None, None, 0))
     if state is None or layer_ids != config.target_layer_ids or state.dtype != fresh.dtype:
         return fresh, 0
+    if max(layer_ids) == 0:
+        return fresh, 0  # keys of the first layer know nothing of the tokens before them, see below
     if state.boundary.is_inference() and not torch.is_inference_mode_enabled():
         return fresh, 0  # torch forbids to update it in place now
     same_queries = all(

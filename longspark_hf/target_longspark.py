@@ -186,6 +186,12 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
     check_config_fit(config, target.config)
     borrowed = BorrowedTarget.of(target, config)
 
+    head_rows = getattr(borrowed.lm_head, "out_features", config.vocab_size)
+    if head_rows != config.vocab_size:
+        raise ValueError(
+            f"The target's head has {head_rows} rows but its config's `vocab_size` is {config.vocab_size}. Make them agree, "
+            f"for instance by `target.resize_token_embeddings({config.vocab_size})`."
+        )
     # Layouts other than half-split angles would silently ruin acceptance.
     probe = torch.zeros(1, 1, config.hidden_size, device=next(target.parameters()).device)
     try:
@@ -210,28 +216,6 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
             f"The target rotates {cos.shape[-1]} of {config.head_dim} head dimensions, the drafter {rotary_dim}. Load "
             "the drafter made for this target, or build one with `LongSparkConfig.from_target(target.config, ...)`."
         )
-
-
-def check_run_length(target: PreTrainedModel, start: int, end: int) -> None:
-    """
-    Raise if the target's rotary frequencies would switch within a run.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        start (`int`): Tokens of the prompt.
-        end (`int`): Most tokens that prompt and answer can have.
-
-    Raises:
-        `ValueError`: for `longrope` whose original length lies in between.
-    """
-    for parameters in _flat_rope(target.config.get_text_config(decoder=True).rope_parameters):
-        original = parameters.get("original_max_position_embeddings")
-        if parameters.get("rope_type") == "longrope" and original and start <= original < end:
-            raise ValueError(
-                f"The target uses `longrope` with an original length of {original} and this run goes from {start} to "
-                f"{end} tokens: its frequencies switch on the way, so no speculative decoding is exact there. Keep "
-                f"`max_length` at or below {original}, or generate without `assistant_model`."
-            )
 
 
 def check_config_fit(config: LongSparkConfig, target_config) -> None:
@@ -270,13 +254,13 @@ def check_config_fit(config: LongSparkConfig, target_config) -> None:
             "target's; a fine-tune of the same base is usually still drafted well, any other target is not."
         )
     text = target_config.get_text_config(decoder=True)
-    if any(parameters.get("rope_type") == "dynamic" for parameters in _flat_rope(text.rope_parameters)):
+    if any(parameters.get("rope_type") == "dynamic" for parameters in flat_rope(text.rope_parameters)):
         raise ValueError(
             "The target uses `dynamic` rotary scaling: verifying a block changes the frequencies of tokens already "
             "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
             "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
         )
-    if config.rope_parameters and _flat_rope(config.rope_parameters) != _flat_rope(text.rope_parameters):
+    if config.rope_parameters and flat_rope(config.rope_parameters) != flat_rope(text.rope_parameters):
         logger.warning_once(
             f"The target's rotary parameters {text.rope_parameters} differ from those the drafter was made with, "
             f"{config.rope_parameters}. The target's are used; drafts may be accepted less often."
@@ -289,7 +273,7 @@ def _rotary_dim(config: LongSparkConfig) -> int:
     return config_rotary(config)(hidden_states, torch.zeros(1, 1, dtype=torch.long), 0)[0].shape[-1]
 
 
-def _flat_rope(rope_parameters: dict) -> list[dict]:
+def flat_rope(rope_parameters: dict) -> list[dict]:
     """The parameter dicts of a `rope_parameters`, keyed by layer type or not."""
     nested = [value for value in rope_parameters.values() if isinstance(value, dict)]
     return nested or [rope_parameters]

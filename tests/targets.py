@@ -131,7 +131,7 @@ class ScriptedDrafter(LongSparkDrafter):
         self.script, self.wrong_at, self.round = script, wrong_at or [self.config.block_size], 0
         return self
 
-    def draft(self, anchor_ids, position_ids, cache, target, num_tokens=None, **_):
+    def draft(self, anchor_ids, position_ids, cache, target, num_tokens, input_ids, ends_before=None, **_):
         first = int(position_ids.flatten()[0]) + 1
         tokens = torch.zeros(num_tokens, dtype=torch.long)
         known = self.script[first : first + num_tokens]
@@ -139,11 +139,15 @@ class ScriptedDrafter(LongSparkDrafter):
         wrong = self.wrong_at[self.round % len(self.wrong_at)]
         tokens[wrong:] = (tokens[wrong:] + 1) % self.config.vocab_size
         self.round += 1
+        for slot in range(num_tokens if ends_before else 0):
+            if ends_before(torch.cat([input_ids, tokens[None, : slot + 1]], dim=1)):
+                tokens = tokens[:slot]
+                break
         tokens = tokens[None]
         # A point mass is a distribution too: its q is one on the scripted token.
-        logits = torch.full((1, num_tokens, self.config.vocab_size), -torch.inf).scatter(-1, tokens[..., None], 0.0)
-        yes = torch.ones_like(tokens, dtype=torch.bool)
-        return LongSparkDraft(token_ids=tokens, logits=logits, finite=yes[:, 0], possible=yes)
+        logits = torch.full((*tokens.shape, self.config.vocab_size), -torch.inf).scatter(-1, tokens[..., None], 0.0)
+        yes = torch.ones(1, 1 + tokens.shape[1], dtype=torch.bool)
+        return LongSparkDraft(token_ids=tokens, logits=logits, finite=yes[:, 0], possible=yes[:, 1:])
 
 
 def scripted_drafter(target, script: torch.Tensor, wrong_at: list[int] | None = None, **overrides):

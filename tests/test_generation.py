@@ -11,15 +11,18 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DynamicCache,
+    EosTokenCriteria,
     Glm4Config,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
@@ -41,6 +44,9 @@ from .targets import (
 
 
 NEW = 24
+needs_static_rollback = pytest.mark.skipif(
+    not StaticLayer.is_croppable, reason="static caches cannot be rolled back before transformers 5.24"
+)
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 
@@ -84,6 +90,7 @@ def test_greedy_output_and_cache_length_are_the_targets(built, plain_200, prompt
     assert left_on(target) == []
 
 
+@needs_static_rollback
 @pytest.mark.parametrize("kind", ["random", "oracle", "adversary", "mixed"])
 @pytest.mark.parametrize("name", FULL_ATTENTION)
 def test_greedy_output_is_the_targets_on_a_static_cache(built, plain_200, prompt, name, kind):
@@ -150,6 +157,34 @@ def test_logits_processors_act_as_in_plain_generation(qwen3, prompt, kind, optio
     assert torch.equal(generate(qwen3, prompt, drafter, **options), plain)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["random", "oracle"])
+def test_a_constraint_is_never_asked_about_what_cannot_be(qwen3, prompt, kind, do_sample):
+    answer = [5, 9, 33, 17, 8, 40, 4]
+
+    def allowed(_batch, ids):
+        said = ids[prompt.shape[1] :].tolist()
+        if said != answer[: len(said)] or len(said) == len(answer):
+            raise KeyError(f"asked after {said}")
+        return [answer[len(said)]]
+
+    options = {"prefix_allowed_tokens_fn": allowed, "eos_token_id": 4, "do_sample": do_sample}
+    truth = torch.cat([prompt, torch.tensor([answer])], dim=1)
+    assert torch.equal(generate(qwen3, prompt, make_drafter(kind, qwen3, truth), **options), truth)
+
+
+@pytest.mark.parametrize("options", [{"eta_cutoff": 1e-3}, {"epsilon_cutoff": 1e-3}, {"typical_p": 0.9}])
+def test_processors_never_see_a_draft_that_has_no_token_left(qwen3, prompt, options):
+    drafter = random_drafter(qwen3)
+    drafter.set_draft_vocabulary(torch.arange(50, 97))
+    output = generate(qwen3, prompt, drafter, do_sample=True, suppress_tokens=list(range(50, 97)), **options)
+    assert output.shape[1] == prompt.shape[1] + NEW and bool((output[:, prompt.shape[1] :] < 50).all())
+    drafter = random_drafter(qwen3)
+    drafter.markov_head.w2.weight.data[:] = torch.nan
+    generate(qwen3, prompt, drafter, do_sample=True, **options)
+    assert drafter.stats.mean_acceptance_length == 1.0
+
+
 class StopAfter(StoppingCriteria):
     """Fires when the last token is one of `ids`."""
 
@@ -170,6 +205,71 @@ def test_custom_stopping_criteria_stop_at_the_same_token(qwen3, prompt, kind, po
     output = generate(qwen3, prompt, drafter, stopping_criteria=criteria, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain.sequences)
     assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "mixed"])
+def test_length_and_eos_criteria_of_the_user_stop_as_in_plain_generation(qwen3, prompt, kind):
+    truth = generate(qwen3, prompt)
+    for criterion in (MaxLengthCriteria(26), EosTokenCriteria(int(truth[0, 23])), EosTokenCriteria([3, 4])):
+        criteria = StoppingCriteriaList([criterion])
+        plain = generate(qwen3, prompt, stopping_criteria=criteria)
+        assert torch.equal(
+            generate(qwen3, prompt, make_drafter(kind, qwen3, truth), stopping_criteria=criteria), plain
+        )
+
+
+class StopAtCall(StoppingCriteria):
+    """Counts the tokens it was shown, and keeps what it saw."""
+
+    def __init__(self, calls):
+        self.calls, self.shown = calls, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(int(input_ids[0, -1]))
+        return torch.full((input_ids.shape[0],), len(self.shown) >= self.calls)
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "mixed", "adversary"])
+@pytest.mark.parametrize("calls", [1, 2, 9, 10])
+def test_criteria_that_count_see_every_committed_token_once(qwen3, prompt, kind, calls):
+    truth, criterion = generate(qwen3, prompt), StopAtCall(calls)
+    output = generate(
+        qwen3, prompt, make_drafter(kind, qwen3, truth), stopping_criteria=StoppingCriteriaList([criterion])
+    )
+    assert torch.equal(output, truth[:, : prompt.shape[1] + calls])
+    assert criterion.shown == truth[0, prompt.shape[1] :][:calls].tolist()
+
+
+class StopWhenSure(StoppingCriteria):
+    """Reads the scores of the newest token."""
+
+    def __init__(self, threshold):
+        self.threshold = threshold
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores[-1].amax(dim=-1) > self.threshold
+
+
+def test_criteria_that_read_scores_get_those_of_plain_generation(qwen3, prompt):
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    sure = sorted(float(score.amax()) for score in generate(qwen3, prompt, **options).scores[3:])[-3]
+    options["stopping_criteria"] = StoppingCriteriaList([StopWhenSure(sure + 1e-3)])
+    plain = generate(qwen3, prompt, **options).sequences
+    assert prompt.shape[1] < plain.shape[1] < prompt.shape[1] + NEW
+    assert torch.equal(generate(qwen3, prompt, random_drafter(qwen3), **options).sequences, plain)
+
+
+class Uncopyable(StopAtCall):
+    def __deepcopy__(self, memo):
+        raise TypeError("not me")
+
+
+def test_criteria_that_cannot_be_copied_leave_plain_rounds(qwen3, prompt):
+    truth = generate(qwen3, prompt)
+    drafter = make_drafter("oracle", qwen3, truth)
+    output = generate(qwen3, prompt, drafter, stopping_criteria=StoppingCriteriaList([Uncopyable(10)]))
+    assert torch.equal(output, truth[:, : prompt.shape[1] + 10])
+    assert drafter.stats.mean_acceptance_length == 1.0
 
 
 class Recorder(BaseStreamer):
@@ -244,8 +344,16 @@ def test_inputs_embeds_in_place_of_ids(qwen3, prompt):
         drafter = make_drafter(kind, qwen3, truth)
         assert torch.equal(generate(qwen3, inputs_embeds=embeds, drafter=drafter), plain)
         assert drafter.stats.tokens == NEW - 1
+
+
+@needs_static_rollback
+def test_inputs_embeds_on_a_static_cache(qwen3, prompt):
+    embeds = qwen3.get_input_embeddings()(prompt)
+    plain = generate(qwen3, inputs_embeds=embeds)
+    for kind in ("random", "mixed"):
+        drafter = make_drafter(kind, qwen3, torch.cat([prompt, plain], dim=1))
         static = generate(qwen3, inputs_embeds=embeds, drafter=drafter, cache_implementation="static")
-        assert kind == "mixed" or torch.equal(static, plain)
+        assert torch.equal(static, plain)
 
 
 def test_padded_inputs_embeds_are_refused_with_the_way_out(qwen3, prompt):
@@ -397,6 +505,21 @@ def test_many_questions_on_a_deep_copied_document_cache(built, name, kind):
         assert cache.get_seq_length() == 60
 
 
+@torch.no_grad()
+def test_a_state_of_the_first_layer_only_is_not_trusted(qwen3):
+    drafter = random_drafter(qwen3, target_layer_ids=[0])
+    cache, ids = DynamicCache(config=qwen3.config), torch.randint(2, 90, (1, 80))
+    generate(qwen3, ids, drafter, **{CACHE: cache}, max_new_tokens=1)
+    cache.crop(-80)
+    other = torch.cat([torch.randint(2, 90, (1, 20)), ids[:, 20:]], dim=1)  # the same recent keys, another beginning
+    qwen3(other, **{CACHE: cache})
+    more = torch.cat([other, torch.tensor([[4]])], dim=1)
+    generate(qwen3, more, drafter, **{CACHE: cache}, max_new_tokens=1)
+    reference = generate(qwen3, more, drafter, max_new_tokens=1, return_dict_in_generate=True)
+    ours, theirs = cache.longspark_state[0].layers[0], cache_of(reference).longspark_state[0].layers[0]
+    torch.testing.assert_close(ours.summary_values, theirs.summary_values, atol=1e-5, rtol=1e-5)
+
+
 def test_a_cropped_and_refilled_cache_gets_a_fresh_state(qwen3, prompt):
     drafter = random_drafter(qwen3)
     cache = DynamicCache(config=qwen3.config)
@@ -426,6 +549,7 @@ def test_a_turn_in_inference_mode_can_be_continued_outside(qwen3, prompt):
             assert torch.equal(generate(qwen3, ids, drafter, **{CACHE: copy.deepcopy(cache)}), plain)
 
 
+@needs_static_rollback
 def test_a_static_cache_of_the_user(qwen3, prompt):
     plain = generate(qwen3, prompt)
     more = torch.cat([plain, torch.tensor([[4, 5]])], dim=1)
@@ -665,6 +789,11 @@ def test_longrope_is_refused_only_where_the_run_crosses_its_original_length(prom
     drafter = random_drafter(target)
     with pytest.raises(ValueError, match="`longrope`"):
         generate(target, prompt, drafter, max_new_tokens=60)
+    cache = DynamicCache(config=target.config)  # 50 cached rows and 3 new ones cross it as well
+    with torch.no_grad():
+        target(torch.randint(2, 90, (1, 50)), **{CACHE: cache})
+    with pytest.raises(ValueError, match="from 53 to 77"):
+        generate(target, prompt[:, :3], drafter, **{CACHE: cache}, attention_mask=torch.ones(1, 53, dtype=torch.long))
     for ids, count in ((prompt, 44), (prompt.repeat(1, 4), 24)):
         plain = generate(target, ids, max_new_tokens=count)
         before = target.model.rotary_emb.inv_freq.clone()
@@ -684,6 +813,46 @@ def test_guidance_keeps_state_and_is_refused(qwen3, prompt):
     with pytest.raises(ValueError, match="ClassifierFreeGuidance"):
         generate(qwen3, prompt, random_drafter(qwen3), guidance_scale=1.5)
     assert left_on(qwen3) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@torch.no_grad()
+def test_a_refused_call_leaves_the_users_cache_as_it_was(built, name):
+    target = built(name)
+    drafter, cache = random_drafter(target), DynamicCache(config=target.config)
+    ids = generate(target, torch.randint(2, 90, (1, 40)), drafter, **{CACHE: cache})
+    length = cache.get_seq_length()
+    for options in ({"guidance_scale": 1.5}, {"input_ids": ids[:, :length]}):
+        with pytest.raises(ValueError):
+            generate(target, options.pop("input_ids", ids), drafter, **{CACHE: cache}, **options)
+        assert cache.get_seq_length() == length and hasattr(cache, "longspark_state")
+
+
+def test_a_head_wider_than_the_vocabulary_is_refused(prompt):
+    target = build("qwen3")
+    drafter = random_drafter(target)
+    target.lm_head = torch.nn.Linear(48, 128, bias=False)
+    with pytest.raises(ValueError, match="128 rows"):
+        generate(target, prompt, drafter)
+
+
+def test_a_quantized_cache_is_refused_by_name_before_the_prefill(qwen3, prompt):
+    class OneWayLayer(DynamicLayer):
+        is_croppable = False
+
+    cache = Cache(layers=[OneWayLayer() for _ in range(6)])
+    with pytest.raises(ValueError, match="OneWayLayer"):
+        generate(qwen3, prompt, random_drafter(qwen3), **{CACHE: cache})
+    assert cache.get_seq_length() == 0
+
+
+def test_outputs_that_the_loop_gets_wrong_are_refused(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    options = {"return_dict_in_generate": True, "output_hidden_states": True}
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        generate(qwen3, inputs_embeds=qwen3.get_input_embeddings()(prompt), drafter=drafter, **options)
+    with pytest.raises(ValueError, match="eager"):
+        generate(qwen3, prompt, drafter, return_dict_in_generate=True, output_attentions=True)
 
 
 def test_a_layer_without_rows_of_its_own_is_named(qwen3, prompt):

@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessorList,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -24,6 +25,7 @@ from transformers.generation.utils import _speculative_sampling
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.generation_longspark import LongSparkCandidateGenerator
+from longspark_hf.stopping_longspark import StoppingRules
 from longspark_hf.tap_longspark import TargetTap
 from longspark_hf.target_longspark import BorrowedTarget
 
@@ -134,7 +136,8 @@ def draft_rounds(target, drafter, prefix, processors, num_rounds, raw=False):
     generation_config = GenerationConfig(do_sample=True, max_length=64, num_assistant_tokens=BLOCK)
     cache_name = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     with TargetTap(borrowed, drafter.config, cache, drafter.new_cache()) as tap:
-        generator = LongSparkCandidateGenerator(drafter, borrowed, tap, generation_config, processors)
+        rules = StoppingRules(StoppingCriteriaList(), generation_config, len(prefix), with_scores=False)
+        generator = LongSparkCandidateGenerator(drafter, borrowed, tap, generation_config, processors, rules)
         generator.get_candidates(input_ids[:, :-1])
         target(input_ids[:, :-1], logits_to_keep=1, use_cache=True, **{cache_name: cache})
         candidates, candidate_logits = generator.get_candidates(input_ids)

@@ -181,6 +181,8 @@ def main() -> None:
     config = LongSparkConfig.from_target(target.config, mask_token_id=mask_token_id(tokenizer, len(tokenizer)))
     drafter = LongSparkDrafter(config).to(getattr(torch, args.dtype)).eval()
     if args.peak_of:
+        for parameter in target.parameters():  # out of the mapped file, whose pages the kernel drops when it likes
+            parameter.data = parameter.data.clone()
         inputs = build_prompts(target, tokenizer, args.prefill_tokens, 16)["long"]
         assistant = drafter if args.peak_of == "drafter" else None
         target.generate(**inputs, assistant_model=assistant, max_new_tokens=16, do_sample=False)
