@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def provenance(dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[s
     program = "longspark" if Path(sys.argv[0]).name == "longspark" else f"python -m {_module_name()}"
     return {
         "command": " ".join([program, *sys.argv[1:]]),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_"))},
         "date": datetime.date.today().isoformat(),
         "longspark_hf": longspark_hf.__version__,
         "git_revision": revision,
