@@ -415,24 +415,29 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         previous = anchor_ids.to(self.device)
         prefix = input_ids.to(self.device) if logits_processor or ends_before else None
         tokens, logits, finite = [], [], torch.ones_like(previous, dtype=torch.bool)
+        careful = ends_before is not None  # looks at the device in every slot
+
+        def stuck(scores: torch.Tensor) -> bool:
+            return careful and not bool((scores.amax(dim=-1) > -torch.inf).all())
+
         for slot in range(num_tokens):
             scores = self.corrected_logits(base_logits[:, slot], previous)
             finite = finite & scores.isfinite().all(dim=-1)
             if self.draft_token_ids is not None:
                 whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
                 scores = whole.index_copy_(-1, self.draft_token_ids, scores)
-            if ends_before is not None and not bool(finite.all()):
+            if careful and not bool(finite.all()):
                 break
             for processor in logits_processor or ():
                 scores = processor(prefix, scores)
-                if ends_before is not None and not bool((scores.amax(dim=-1) > -torch.inf).all()):
+                if stuck(scores):
                     break
-            if ends_before is not None and not bool((scores.amax(dim=-1) > -torch.inf).all()):
+            if stuck(scores):
                 break
             previous = self._sample(scores) if do_sample else scores.argmax(dim=-1)
             if prefix is not None:
                 prefix = torch.cat([prefix, previous[:, None]], dim=1)
-            if ends_before is not None and ends_before(prefix):
+            if careful and ends_before(prefix):
                 break
             tokens.append(previous)
             logits.append(scores)
