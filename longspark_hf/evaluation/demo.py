@@ -76,7 +76,7 @@ def build_drafter(
     Raises:
         `ValueError`: if it cannot be loaded or does not fit the target.
     """
-    if path is None and target.config._name_or_path == SMOLLM2_HUB_ID and SHIPPED_DRAFTER.is_dir():
+    if path is None and target.config._name_or_path == SMOLLM2_HUB_ID and (SHIPPED_DRAFTER / "config.json").is_file():
         path = str(SHIPPED_DRAFTER)
     if path is not None:
         drafter = load_drafter(path)
