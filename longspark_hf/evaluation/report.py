@@ -45,7 +45,7 @@ def cost_table(cost: dict[str, Any], memory: dict[str, Any], memory_default: dic
             "",
             f"With a prompt of {prefill['prompt_tokens']:,} tokens, the time to the first token is {prefill['ratio']:.3f} × "
             f"that of plain `generate`, and peak memory in use {peak['ratio']:.3f} × ({kept['ratio']:.2f} × counting the freed blocks that "
-            "glibc keeps by default after the target's own verification passes; `MALLOC_MMAP_THRESHOLD_=1048576` returns them).",
+            "glibc keeps by default; `MALLOC_MMAP_THRESHOLD_=1048576` returns them).",
             "",
             "Measured on " + measured_with(cost),
         ]
