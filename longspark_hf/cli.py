@@ -104,6 +104,10 @@ def demo(
     console = _console()
     console.print(_demo_table(report))
     console.print(f"Drafter: {origin}.")
+    for row in report["rows"]:
+        round_ms = row["draft_ms_per_round"] + row["verify_ms_per_round"]
+        break_even = round_ms / 1e3 * row["tokens_per_second_plain"]
+        console.print(f"At {row['prompt_tokens']:,} tokens a drafter pays here from τ = {break_even:.2f} on.")
     if not trained:
         console.print("It accepts almost nothing, so this shows what drafting costs, not what it gains.")
 
