@@ -5,19 +5,17 @@ Does not know: how a step is computed (trainer).
 """
 
 import json
-import platform
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf.evaluation.provenance import provenance, write_result
 
 from .data import ConversationDataset, Sample, frequent_tokens, join_samples, read_samples, tokenize
 from .initialize import initialize_from_target
@@ -148,18 +146,12 @@ def train(
         f"drafter of {drafter.num_parameters() / 1e6:.1f}M parameters",
         file=sys.stderr,
     )
-    provenance = {
-        "command": sys.argv,
+    made_with = {
         "data": str(data),
         "arguments": {k: v for k, v in arguments.items() if isinstance(v, int | float | str | bool)},
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "revision": _revision(),
+        **provenance(drafter.dtype, target.device),
     }
-    (output_dir / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    write_result(output_dir / "provenance.json", made_with)
 
     trainer = LongSparkTrainer(
         drafter,
@@ -192,12 +184,3 @@ def _prompt(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> torch.LongTen
     if item is None:
         raise ValueError(f"A held-out sample has no room for a response: {sample.messages!r:.200}")
     return torch.tensor([item["input_ids"][: item["response_mask"].index(True)]])
-
-
-def _revision() -> str | None:
-    """Git revision of this source tree, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
