@@ -172,7 +172,7 @@ class LongSparkCacheLayer(CacheLayerMixin):
 
         # For each slot the new row that ends there, or -1; rows that do not count go to a spare slot that is dropped.
         kept = row_mask & (rank > total - self.window_size)
-        slot = torch.where(kept, position % self.window_size, self.window_size)
+        slot = torch.where(kept, position % max(self.window_size, 1), self.window_size)
         source = torch.full((batch_size, self.window_size + 1), -1, dtype=torch.long, device=device)
         source.scatter_(1, slot, torch.arange(num_new, device=device).expand(batch_size, -1))
         source = source[:, None, : self.window_size, None]

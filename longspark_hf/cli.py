@@ -1,9 +1,12 @@
 """The `longspark` command: reads arguments, prints tables. What it shows is computed in `longspark_hf.evaluation`."""
 
 import json
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any
 
 
@@ -112,6 +115,193 @@ def demo(
         console.print("It accepts almost nothing, so this shows what drafting costs, not what it gains.")
 
 
+@app.command()
+def data(
+    output: Annotated[Path, typer.Option(help="JSONL to write; journal and report go beside it.")],
+    target: Annotated[str, typer.Option(help=TargetHelp)] = "smollm2",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL with `prompt` or `messages` in every line; other fields are ignored.")
+    ] = None,
+    documents: Annotated[
+        list[Path] | None, typer.Option(help="File or folder of long documents to ask about; may be repeated.")
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to answer. Default: all; 1000 where the target makes them up.")
+    ] = None,
+    temperatures: Annotated[str, typer.Option(help="Of responses, one drawn for each; 0 is greedy.")] = "0,0.7,1",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Responses are cut off there.")] = 512,
+    min_new_tokens: Annotated[int, typer.Option(min=2, help="Shorter responses are dropped.")] = 2,
+    keep_cut: Annotated[
+        bool, typer.Option("--keep-cut/--drop-cut", help="Keep responses that were cut off, marked as such.")
+    ] = True,
+    max_repetition: Annotated[
+        float, typer.Option(min=0, max=1, help="Drop texts where more of the 4-grams than this occurred before.")
+    ] = 0.4,
+    thinking: Annotated[bool, typer.Option(help="Let targets that can think do so.")] = False,
+    context_tokens: Annotated[str, typer.Option(help="Lengths of prompts with documents.")] = "1024,4096",
+    prompt_temperature: Annotated[float, typer.Option(help="Of prompts that the target makes up.")] = 0.8,
+    prompt_top_k: Annotated[int, typer.Option(min=0, help="Of prompts that the target makes up; 0: no limit.")] = 50,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Of prompts that the target makes up.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once; may change on the way.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Make training data with a target.
+
+    The target answers prompts from a file, questions about long documents, or prompts that it makes up itself from its
+    open chat template. Stopped or killed, the same command goes on where it was. Exit code 1 when nothing was kept.
+    """
+    from longspark_hf.evaluation.targets import device_and_dtype, load_target
+    from longspark_hf.training.documents import document_prompts, read_documents
+    from longspark_hf.training.prompts import read_prompts
+    from longspark_hf.training.samples import SynthesisSettings, room_for_prompt
+    from longspark_hf.training.synthesize import synthesize
+
+    stderr = Console(stderr=True, highlight=False)
+    with _bad_input_exits(), _data_progress(stderr) as (progress, message):
+        # What can be wrong is read before the target, which may take minutes to load.
+        if prompts is not None and documents:
+            raise ValueError("Give --prompts or --documents, not both: run twice and join the two files.")
+        settings = SynthesisSettings(
+            temperatures=tuple(_numbers("--temperatures", temperatures, float)),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            keep_cut=keep_cut,
+            max_repetition=max_repetition,
+            thinking=thinking,
+            prompt_temperature=prompt_temperature,
+            prompt_top_k=prompt_top_k,
+            max_prompt_tokens=max_prompt_tokens,
+            seed=seed,
+        )
+        lengths = _numbers("--context-tokens", context_tokens, int)
+        found_device, found_dtype = device_and_dtype(device, dtype)
+        texts = read_documents(documents) if documents else None
+        asked = (num_samples or 1000) if prompts is None else read_prompts(prompts)[:num_samples]
+
+        try:
+            message(f"loading {target}")
+            model, tokenizer = load_target(target, found_dtype)
+            model.to(found_device)
+            if texts is not None:
+                message("packing documents")
+                room = room_for_prompt(model, max_new_tokens)
+                asked = document_prompts(texts, tokenizer, lengths, num_samples, room, seed, enable_thinking=thinking)
+            report = synthesize(model, tokenizer, output, asked, settings, batch_size, progress)
+        except KeyboardInterrupt:
+            message(f"stopped; what is done is in {output}. Run the same command again to go on.")
+            raise typer.Exit(130) from None
+
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        console = _console()
+        console.print(_data_table(report))
+        mean, speed = report["response_tokens"] / max(report["kept"], 1), report["tokens_per_second"]
+        console.print(f"{report['response_tokens']:,} response tokens, {mean:,.0f} a sample; {speed:,.1f} tokens/s.")
+        console.print(f"Written to {output}, the report to {output}.report.json.", soft_wrap=True)
+    if not report["kept"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    target: Annotated[str, typer.Option(help=TargetHelp)],
+    data: Annotated[Path, typer.Option(help="JSONL, as `longspark data` writes it.")],
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints and best/, the drafter.")],
+    minutes: Annotated[float | None, typer.Option(help="Fit the run, evaluations included, into this.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Times each conversation is met.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, in place of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Conversations an optimizer step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The peak of its schedule.")] = None,
+    anchors: Annotated[int | None, typer.Option(min=1, help="Blocks learned of each conversation.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longer conversations are cut.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Target layers to read, as 25,27,29.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens drafted a round.")] = None,
+    draft_vocab: Annotated[int | None, typer.Option(min=0, help="Frequent tokens to draft from; 0: all.")] = None,
+    markov_rank: Annotated[int | None, typer.Option(help="Rank of the Markov head.")] = None,
+    mask_token: Annotated[str | None, typer.Option(help="A token, or its id, the target never emits.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Drafter to start from: folder or Hub id.")] = None,
+    eval_prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts to measure τ on.")] = None,
+    bf16: Annotated[bool | None, typer.Option("--bf16/--fp32", help="Default: bf16 where a GPU can.")] = None,
+    checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.")] = False,
+    compile_drafter: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on with the run there, or delete it.")] = True,
+    seed: Annotated[int, typer.Option(help="Of weights, order and anchors.")] = 42,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="ID", help="Hub repository to publish best/ in.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what it takes.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Train a drafter for a target.
+
+    What is not given follows the size of the target. Stopped or killed, the same command goes on from its last
+    checkpoint. On several GPUs: accelerate launch -m longspark_hf.cli train ...
+    """
+    from longspark_hf.training.plan import begun, make_plan
+    from longspark_hf.training.run import result
+
+    stderr = Console(stderr=True, highlight=False)
+
+    def progress(message: str) -> None:
+        if _is_first_process():
+            stderr.print(f"[dim]longspark train:[/dim] {message}", soft_wrap=True)
+
+    # What transformers prints on the way goes to stderr; stdout is for the result.
+    with redirect_stdout(sys.stderr):
+        with _bad_input_exits():
+            plan = make_plan(
+                target,
+                data,
+                output,
+                layers=None if layers is None else _numbers("--layers", layers, int),
+                block_size=block_size,
+                draft_vocab=draft_vocab,
+                markov_rank=markov_rank,
+                mask_token=mask_token,
+                init_from=init_from,
+                epochs=epochs,
+                steps=steps,
+                learning_rate=learning_rate,
+                batch=batch_size,
+                anchors=anchors,
+                max_length=max_length,
+                eval_prompts=eval_prompts,
+                minutes=minutes,
+                bf16=bf16,
+                gradient_checkpointing=checkpointing,
+                compile=compile_drafter,
+                resume=resume,
+                seed=seed,
+                push_to_hub=push_to_hub,
+            )
+            run = plan.get_ready(progress, dry_run)
+        try:
+            if run is not None:
+                run()
+        except KeyboardInterrupt:
+            there = begun(output)
+            where = f"with a checkpoint at step {there['step']}" if there else "before the first checkpoint"
+            progress(f"stopped {where}. Run the same command again to go on.")
+            raise typer.Exit(130) from None
+
+    if not _is_first_process():
+        return
+    if dry_run:
+        report = plan.describe()
+    else:
+        report = result(output) | {"steps_done": begun(output)["step"], "steps": plan.options["max_steps"]}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    elif dry_run:
+        _console().print(_plan_table(report))
+    else:
+        _print_result(report)
+
+
 def main() -> None:
     """Entry point of the `longspark` command."""
     app()
@@ -123,8 +313,50 @@ def _bad_input_exits() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        typer.echo("Error: " + " ".join(str(error).split()), err=True)
+        if _is_first_process():
+            typer.echo("Error: " + " ".join(str(error).split()), err=True)
         raise typer.Exit(2) from None
+
+
+def _is_first_process() -> bool:
+    """The one that prints, where `accelerate launch` started several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _numbers(option: str, text: str, kind: type) -> list:
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got '{text}'.") from None
+
+
+@contextmanager
+def _data_progress(console: Console) -> Iterator[tuple[Callable[[float, int, int], None], Callable[[str], None]]]:
+    """How `longspark data` tells how far it is: a bar on a terminal, now and then a line elsewhere; and messages."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("longspark data", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), "left")
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", start=False, visible=False, speed="")
+    begun = told = None
+
+    def progress(done: float, total: int, tokens: int) -> None:
+        nonlocal begun, told
+        now = time.monotonic()
+        if begun is None:
+            begun = told = now
+            bar.reset(task, total=total, completed=done, visible=True)
+        speed = f"{tokens / max(now - begun, 1e-9):,.1f} tokens/s"
+        bar.update(task, completed=done, speed=speed)
+        if not console.is_terminal and now - told > 30:
+            told = now
+            message(f"{done:.0f} of {total}, {speed}")
+
+    def message(text: str) -> None:
+        console.print(f"[dim]longspark data:[/dim] {text}", soft_wrap=True)
+
+    with bar:
+        yield progress, message
 
 
 def _console() -> Console:
@@ -185,6 +417,102 @@ def _demo_table(report: dict[str, Any]) -> Table:
             _mib(row["state_bytes"]),
         )
     return table
+
+
+def _data_table(report: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("samples", justify="right")
+    table.add_column("share", justify="right")
+
+    def row(name: str, count: int) -> None:
+        table.add_row(name, f"{count:,}", f"{count / max(report['prompts'], 1):.1%}")
+
+    row("prompts", report["prompts"])
+    row("kept", report["kept"])
+    for temperature, count in report["kept_by_temperature"].items():
+        row(f"  at temperature {temperature}", count)
+    row(f"  cut off at {report['settings']['max_new_tokens']} tokens", report["kept_cut_off"])
+    row("dropped", report["prompts"] - report["kept"])
+    for reason, count in report["dropped"].items():
+        row(f"  {reason}", count)
+    return table
+
+
+def _plan_table(report: dict[str, Any]) -> Table:
+    drafter, data, settings = report["drafter"], report["data"], report["settings"]
+    memory, disk, seconds = report["memory"], report["disk"], report["time"]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    def parts(sizes: dict[str, int], scale: float, digits: int) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {size / scale:,.{digits}f}" for name, size in sizes.items())
+
+    vocabulary = "the whole vocabulary"
+    if drafter["draft_vocab_size"] is not None:
+        share = f"{data['draft_vocab_coverage']:.1%} of held-out response tokens"
+        vocabulary = f"{drafter['draft_vocab_size']:,} tokens, {share}"
+    dropped = "".join(f"; dropped {count:,}: {reason}" for reason, count in data["dropped"].items())
+    table.add_row("target", f"{report['target']}, {report['target_parameters'] / 1e6:,.1f}M parameters")
+    table.add_row("drafter", f"{drafter['parameters'] / 1e6:,.1f}M parameters: {parts(drafter['split'], 1e6, 2)}")
+    table.add_row("", f"started from {settings['started_from']}, Markov rank {drafter['markov_rank']}")
+    table.add_row("reads", f"target layers {', '.join(map(str, drafter['target_layer_ids']))}")
+    table.add_row("drafts", f"{drafter['block_size']} tokens a round, from {vocabulary}")
+    table.add_row("data", f"{data['conversations']:,} conversations, {data['held_out']:,} held out{dropped}")
+    table.add_row(
+        "",
+        f"{data['response_tokens']:,} response tokens; longest {data['longest']:,} tokens, {data['cut']:,} cut there",
+    )
+    table.add_row(
+        "steps",
+        f"{report['steps']:,} with {settings['batch_size']} conversations each, {settings['steps_per_batch']} a batch; "
+        f"learning rate {settings['learning_rate']:g}",
+    )
+    *sizes, free = memory.items()
+    shown = parts({name: size for name, size in sizes if name != "total"}, 2**30, 2)
+    table.add_row("memory (estimated)", f"{memory['total'] / 2**30:,.2f} GiB of {free[1] / 2**30:,.1f} free; {shown}")
+    table.add_row(
+        "disk",
+        f"{disk['total'] / 2**30:,.2f} GiB of {disk['free'] / 2**30:,.1f} free: "
+        f"checkpoints of {_mib(disk['checkpoint'])} MiB, drafter {_mib(disk['best'])} MiB",
+    )
+    if seconds is None:
+        table.add_row("time", "not measured, as it does not fit into memory")
+    else:
+        table.add_row(
+            "time (measured)",
+            f"{_duration(seconds['total_seconds'])}: {seconds['step_seconds']:.2g} s a step, "
+            f"{_duration(seconds['evaluation_seconds'])} an evaluation; from {seconds['measured']}",
+        )
+    return table
+
+
+def _print_result(report: dict[str, Any]) -> None:
+    console = _console()
+    done, steps = report["steps_done"], report["steps"]
+    go_on = "--steps with more goes on" if done >= steps else "the same command goes on"
+    console.print(f"{done:,} of {steps:,} steps are done; {go_on}.")
+    if report["tau_after"] is not None:
+        before = "" if report["tau_before"] is None else f"{report['tau_before']:.2f} before, "
+        console.print(f"τ on held-out prompts: {before}{report['tau_after']:.2f} after {report['step']:,} steps.")
+    if report["step"] == 0:
+        console.print("No evaluation came out above the start: train longer, or on more data.")
+    console.print(f"Drafter: {report['drafter']}", soft_wrap=True)
+    console.print(
+        f"""
+from longspark_hf import LongSparkDrafter
+drafter = LongSparkDrafter.from_pretrained("{report["drafter"]}")
+target.generate(**inputs, assistant_model=drafter)""",
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def _conditions(report: dict[str, Any]) -> str:

@@ -77,8 +77,8 @@ class LongSparkConfig(PreTrainedConfig):
             Target layers the drafter reads, one per draft layer, as indices of decoder layers. Draft layer `i` attends
             to the keys and values of target layer `target_layer_ids[i]`.
         block_size (`int`, *optional*, defaults to 7): Tokens drafted per round (B in the paper).
-        window_size (`int`, *optional*, defaults to 256): Recent target rows kept per layer (W).
-        num_summary_queries (`int`, *optional*, defaults to 16): Learned summary entries per query head (R).
+        window_size (`int`, *optional*, defaults to 256): Recent target rows kept per layer (W); 0 for none.
+        num_summary_queries (`int`, *optional*, defaults to 16): Learned summary entries per query head (R); 0 for none.
         markov_rank (`int`, *optional*, defaults to 256): Rank of the Markov head.
         mask_token_id (`int`):
             Token that fills the block slots after the anchor. Required: an id the target never emits, such as a
@@ -156,9 +156,9 @@ class LongSparkConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
-        for name in ("block_size", "window_size", "num_summary_queries", "markov_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name, least in (("block_size", 1), ("window_size", 0), ("num_summary_queries", 0), ("markov_rank", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must be a row of the target's embedding table (0 to {self.vocab_size - 1}), "

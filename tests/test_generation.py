@@ -104,6 +104,17 @@ def test_greedy_output_is_the_targets_on_a_static_cache(built, plain_200, prompt
     assert int(cache_of(output).get_seq_length()) == length - 1
 
 
+@pytest.mark.parametrize("without", [("window_size",), ("num_summary_queries",), ("window_size", "num_summary_queries")])
+def test_a_drafter_without_some_of_its_views_leaves_the_output_alone(qwen3, prompt, without):
+    plain = generate(qwen3, prompt)
+    drafter = random_drafter(qwen3, **dict.fromkeys(without, 0))
+    cache = DynamicCache(config=qwen3.config)
+    assert torch.equal(generate(qwen3, prompt, drafter, **{CACHE: cache}), plain)
+    longer = torch.cat([plain, prompt], dim=1)
+    assert torch.equal(generate(qwen3, longer, drafter, **{CACHE: cache}), generate(qwen3, longer))
+    assert drafter.stats.state_bytes == drafter.config.state_bytes(torch.float32)
+
+
 @pytest.mark.parametrize("name", MORE_TARGETS)
 def test_other_architectures_pass_through_the_same_accessors(built, prompt, name):
     target = built(name)

@@ -8,7 +8,7 @@ from longspark_hf import LongSparkDrafter
 from longspark_hf.loss_longspark import slot_weights
 from longspark_hf.target_longspark import BorrowedTarget
 from longspark_hf.training.data import Sample, read_samples, tokenize
-from longspark_hf.training.initialize import initialize_from_target
+from longspark_hf.training.initialize import fit_block_inputs, initialize_from_target
 from longspark_hf.training.metrics import (
     acceptance,
     expected_rounds,
@@ -176,7 +176,7 @@ def data(count=6):
     return Items(*(conversation(length=40 + 3 * i, response=12 + i, seed=i) for i in range(count)))
 
 
-def trainer_for(target, drafter, folder, num_anchors=6, steps_per_batch=1, **overrides):
+def trainer_for(target, drafter, folder, num_anchors=6, steps_per_batch=1, boundary_lr_scale=1.0, **overrides):
     return LongSparkTrainer(
         drafter,
         target,
@@ -184,6 +184,7 @@ def trainer_for(target, drafter, folder, num_anchors=6, steps_per_batch=1, **ove
         train_dataset=data(),
         num_anchors=num_anchors,
         steps_per_batch=steps_per_batch,
+        boundary_lr_scale=boundary_lr_scale,
     )
 
 
@@ -274,7 +275,7 @@ def answered(target, prompt, length=48):
 def test_overfitting_one_sequence_fills_every_block_in_generate(tmp_path, prompt):
     target = targets.build("llama")
     drafter = make_drafter(target, block_size=4, boundary_residual=-1)
-    initialize_from_target(drafter, target, prompt)
+    initialize_from_target(drafter, target, [prompt])
     item = answered(target, prompt)
     trainer = LongSparkTrainer(
         drafter,
@@ -294,10 +295,50 @@ def test_overfitting_one_sequence_fills_every_block_in_generate(tmp_path, prompt
     assert metrics["eval_tau"] > drafter.config.block_size + 0.5
 
 
+def entering_states(target, layer_id, input_ids):
+    """What the target feeds into a layer, `(length, hidden_size)`."""
+    kept = []
+    hook = target.model.layers[layer_id].register_forward_pre_hook(lambda _module, args: kept.append(args[0][0]))
+    target(input_ids)
+    hook.remove()
+    return kept[0]
+
+
+@pytest.mark.parametrize("residual", [None, -1])
+@torch.no_grad()
+def test_fitted_block_inputs_resemble_what_enters_the_paired_layer(residual):
+    target = targets.build("llama")
+    drafter = make_drafter(target, boundary_residual=residual)
+    sequences = [torch.randint(0, 90, (1, 60)) for _ in range(20)]
+    explained = fit_block_inputs(drafter, target, sequences)
+
+    captured = []
+    drafter.layers[0].register_forward_pre_hook(lambda _module, args: captured.append(args[0][:, 0]))
+    unseen = torch.randint(0, 90, (60,))
+    borrowed, rows = rows_of(target, drafter, unseen.tolist())
+    anchors = list(range(1, 60))
+    ((_, views),) = anchor_groups(drafter, rows, anchors, 64)
+    drafter(unseen[1:], torch.tensor(anchors), views, borrowed)
+    true = entering_states(target, drafter.config.target_layer_ids[0], unseen[None])[1:]
+    added = true if residual is None else true - rows.boundaries[:-1, residual]
+    rest = (true - captured[0]).square().sum() / (added - added.mean(dim=0)).square().sum()
+    assert rest < 0.5
+    assert explained == pytest.approx(1 - rest.item(), abs=0.2)
+
+
+def test_a_scale_of_zero_keeps_the_matrix_that_reads_the_boundary(tmp_path, prompt):
+    target = targets.build("llama")
+    drafter = make_drafter(target)
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    trainer_for(target, drafter, tmp_path, max_steps=2, boundary_lr_scale=0.0).train()
+    kept = [name for name, p in drafter.named_parameters() if torch.equal(p, before[name])]
+    assert kept == ["boundary_fusion.fc1.weight"]
+
+
 def test_simulated_tau_agrees_with_sampling_generate(tmp_path, prompt):
     target = targets.build("llama")
     drafter = make_drafter(target, block_size=3)
-    initialize_from_target(drafter, target, prompt)
+    initialize_from_target(drafter, target, [prompt])
     trainer_for(target, drafter, tmp_path, learning_rate=3e-3, max_steps=20).train()
     drafter.eval()
     length, sums, generated = 24, [0, 0.0], [0, 0]
@@ -375,7 +416,7 @@ class Letters:
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, enable_thinking):
         turns = "".join(f"{m['role'][0]}:{m['content']}|\n" for m in messages)
         return turns + "a:"
 

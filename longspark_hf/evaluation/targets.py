@@ -57,6 +57,49 @@ def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
     return model.eval(), tokenizer
 
 
+def device_and_dtype(device: str = "auto", dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
+    """
+    Where to run a target, and in which precision.
+
+    Args:
+        device (`str`, *optional*, defaults to `"auto"`): One of torch's; `auto` is the GPU where there is one.
+        dtype (`str`, *optional*, defaults to `"auto"`): `auto` is bfloat16 on a GPU and float32 elsewhere.
+
+    Raises:
+        `ValueError`: if there is no such device or dtype.
+    """
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        raise ValueError(f"Cannot use the device '{device}' ({_first_line(error)}). Use `cpu` or `auto`.") from error
+    if dtype == "auto":
+        return found, torch.bfloat16 if found.type == "cuda" else torch.float32
+    if dtype not in dtypes:
+        raise ValueError(
+            f"'{dtype}' is no dtype for a target. Use `auto`, {', '.join(f'`{name}`' for name in dtypes)}."
+        )
+    return found, dtypes[dtype]
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of a target.
+
+    Args:
+        name (`str`): A Hub id, a folder, or `smollm2`.
+
+    Raises:
+        `ValueError`: if there is none under that name.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(_source(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"Cannot load the tokenizer of '{name}' ({_first_line(error)}).") from error
+
+
 def load_target_config(name: str) -> PreTrainedConfig:
     """
     The config of a target, without its weights.

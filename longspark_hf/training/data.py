@@ -1,18 +1,24 @@
 """Training data: one JSONL of conversations, tokenised the way the target sees them.
 
-Knows: the contract (`prompt` or `messages`, `response`, `temperature`), chat templates, which tokens count as response.
+Knows: the contract (`prompt` or `messages`, `response`, `temperature`, `complete`, `thinking`), chat templates, which
+tokens count as response.
 Does not know: what a drafter is.
 """
 
 import json
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -25,47 +31,93 @@ class Sample:
         response (`str`): What the target answered.
         temperature (`float`): At which the target sampled the response; 0 is greedy.
         plain (`bool`): Whether the line held a `prompt`, usable without a chat template.
+        complete (`bool`): Whether the target ended the response itself; one that was cut off has no end-of-sequence token.
+        thinking (`bool`): Whether the target was to think first; for the chat template, as `enable_thinking`.
     """
 
     messages: list[dict[str, Any]]
     response: str
     temperature: float = 1.0
     plain: bool = False
+    complete: bool = True
+    thinking: bool = False
 
 
 def read_samples(path: str | Path) -> list[Sample]:
     """
     Read a JSONL of samples: an object a line with `prompt` (text) or `messages` (list of `{"role", "content"}`),
-    `response` (text) and optionally `temperature` (number, 1 by default). Blank lines are skipped.
+    `response` (text) and optionally `temperature` (number, 1 by default), `complete` (whether the target ended the
+    response itself, true by default) and `thinking` (whether it was to think first, false by default). Blank lines are
+    skipped.
 
     Raises:
         `ValueError`: naming file, line and reason for the first line that is not such an object.
     """
-    samples = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Cannot read the data file {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                samples.append(_parse(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    samples = read_lines(path, _parse)
     if not samples:
         raise ValueError(f"The data file {path} holds no samples.")
     return samples
 
 
-def _parse(line: str) -> Sample:
+def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """
+    The objects of a JSONL file, parsed. Blank lines are skipped.
+
+    Args:
+        path (`str`): UTF-8.
+        parse (`Callable`): From the fields of a line to what is wanted; raises `ValueError` with the reason if it cannot.
+
+    Raises:
+        `ValueError`: if the file cannot be read, or naming file, line and reason for the first bad line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Cannot read the data file {path}: {error}") from error
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                parsed.append(parse(_object(line)))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    return parsed
+
+
+def parse_prompt(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    """
+    The messages before the response, and whether they were given as a plain `prompt`.
+
+    Raises:
+        `ValueError`: with the reason, if a line with these fields has no usable prompt.
+    """
+    if ("prompt" in fields) == ("messages" in fields):
+        raise ValueError('exactly one of "prompt" and "messages" is needed')
+    if "prompt" in fields:
+        if not isinstance(fields["prompt"], str):
+            raise ValueError('"prompt" must be a text')
+        return [{"role": "user", "content": fields["prompt"]}], True
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" must be a list that is not empty')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError('every message needs "role" and "content"')
+    return messages, False
+
+
+def _object(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(fields, dict):
-        raise ValueError(f'expected an object with "prompt" and "response", got a {type(fields).__name__}')
-    if ("prompt" in fields) == ("messages" in fields):
-        raise ValueError('exactly one of "prompt" and "messages" is needed')
+        raise ValueError(f"expected an object with named fields, got a {type(fields).__name__}")
+    return fields
+
+
+def _parse(fields: dict[str, Any]) -> Sample:
+    messages, plain = parse_prompt(fields)
     response, temperature = fields.get("response"), fields.get("temperature", 1.0)
     if not isinstance(response, str) or not response:
         raise ValueError('"response" must be a text that is not empty')
@@ -75,17 +127,11 @@ def _parse(line: str) -> Sample:
         or not 0 <= temperature < float("inf")
     ):
         raise ValueError(f'"temperature" must be a number of at least 0, got {temperature!r}')
-    if "prompt" in fields:
-        if not isinstance(fields["prompt"], str):
-            raise ValueError('"prompt" must be a text')
-        return Sample([{"role": "user", "content": fields["prompt"]}], response, float(temperature), plain=True)
-    messages = fields["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" must be a list that is not empty')
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError('every message needs "role" and "content"')
-    return Sample(messages, response, float(temperature))
+    flags = {"complete": fields.get("complete", True), "thinking": fields.get("thinking", False)}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f'"{name}" must be true or false, got {flag!r}')
+    return Sample(messages, response, float(temperature), plain, **flags)
 
 
 def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sample]]:
@@ -94,7 +140,9 @@ def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sa
 
     Args:
         samples (`Sequence[Sample]`): In the order to join.
-        num_characters (`int`): A conversation is closed when it has reached this length.
+        num_characters (`int`):
+            A conversation is closed when it has reached this length, or with a response that was cut off: no turn can
+            follow one.
 
     Returns:
         `list[list[Sample]]`: Conversations; the target judges each response in the context it then has.
@@ -102,7 +150,7 @@ def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sa
     conversations: list[list[Sample]] = [[]]
     length = 0
     for sample in samples:
-        if length >= num_characters:
+        if length >= num_characters or (conversations[-1] and not conversations[-1][-1].complete):
             conversations.append([])
             length = 0
         conversations[-1].append(sample)
@@ -125,8 +173,9 @@ def tokenize(
         tokenizer (`PreTrainedTokenizerBase`): Of the target. Without a chat template, prompts are taken as plain text.
         max_length (`int`, *optional*, defaults to 4096): Tokens after this are cut.
         max_response_length (`int`, *optional*):
-            Responses of at least so many tokens are taken as cut off there and carry no end-of-sequence token.
-        template_kwargs (`Any`): For the chat template, such as `enable_thinking=False`.
+            Responses of at least so many tokens are taken as cut off there and carry no end-of-sequence token, like
+            those of samples that are not `complete`.
+        template_kwargs (`Any`): For the chat template, besides `enable_thinking`, which the sample knows.
 
     Returns:
         `dict`: `input_ids` and `response_mask` (lists of equal length) and `temperature`; `None` when fewer than two
@@ -139,12 +188,14 @@ def tokenize(
     for turn, sample in enumerate(conversation):
         # A template may open every conversation with a system message, but only the first turn keeps one.
         messages = messages + [m for m in sample.messages if turn == 0 or m["role"] != "system"]
-        text = _render(messages, sample, tokenizer, template_kwargs)
+        # Thinking or not changes how the response begins, so the template must be asked as it was for the response.
+        text = render(messages, tokenizer, sample.plain, **{"enable_thinking": sample.thinking, **template_kwargs})
         if not text.startswith(rendered):
             break  # the template rewrites earlier turns, so their ids cannot be continued
         prompt_ids = tokenizer(text[len(rendered) :], add_special_tokens=not tokenizer.chat_template and turn == 0)
         response_ids = tokenizer(sample.response, add_special_tokens=False)["input_ids"]
-        complete = max_response_length is None or len(response_ids) < max_response_length
+        within = max_response_length is None or len(response_ids) < max_response_length
+        complete = sample.complete and within
         response_ids = response_ids + [tokenizer.eos_token_id] if complete else response_ids[:max_response_length]
         input_ids += prompt_ids["input_ids"] + response_ids
         response_mask += [False] * len(prompt_ids["input_ids"]) + [True] * len(response_ids)
@@ -158,10 +209,24 @@ def tokenize(
     return {"input_ids": input_ids, "response_mask": response_mask, "temperature": conversation[0].temperature}
 
 
-def _render(messages: list[dict], sample: Sample, tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> str:
+def render(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, plain: bool, **template_kwargs: Any
+) -> str:
+    """
+    The text that the target continues with its response.
+
+    Args:
+        messages (`list[dict]`): So far, the user's last.
+        tokenizer (`PreTrainedTokenizerBase`): Of the target; without a chat template the text is the prompt itself.
+        plain (`bool`): Whether the messages came as a plain prompt.
+        template_kwargs (`Any`): For the chat template.
+
+    Raises:
+        `ValueError`: for `messages` without a chat template.
+    """
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
-    if not sample.plain:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    if not plain:
         raise ValueError(
             'The tokenizer has no chat template, so samples with "messages" cannot be used: give "prompt", or set '
             "`tokenizer.chat_template`."
@@ -178,13 +243,20 @@ class ConversationDataset(Dataset):
         tokenizer (`PreTrainedTokenizerBase`): Of the target.
         kwargs (`Any`): For [`tokenize`].
 
-    `dropped` counts conversations without a usable response.
+    `dropped` counts conversations without a usable response, `dropped_as` for each reason.
     """
 
     def __init__(self, conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
-        items = [tokenize(conversation, tokenizer, **kwargs) for conversation in conversations]
-        self.items = [item for item in items if item is not None]
-        self.dropped = len(items) - len(self.items)
+        self.items, self.dropped_as = [], Counter()
+        for conversation in conversations:
+            item = tokenize(conversation, tokenizer, **kwargs)
+            if item is not None:
+                self.items.append(item)
+            elif tokenize(conversation, tokenizer, **(kwargs | {"max_length": sys.maxsize})) is None:
+                self.dropped_as["response of fewer than two tokens"] += 1
+            else:
+                self.dropped_as["no room for a response within max_length"] += 1
+        self.dropped = self.dropped_as.total()
         if not self.items:
             raise ValueError("No conversation has a response of two tokens or more within `max_length`.")
 

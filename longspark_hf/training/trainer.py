@@ -55,6 +55,9 @@ class LongSparkTrainer(Trainer):
             Optimizer steps made from one pass of the target, each on its share of the anchors. More steps learn more from
             little data; the batches that would have followed meanwhile are left out. Save at multiples of it.
         markov_lr_scale (`float`, *optional*, defaults to 1.0): Learning rate of the Markov head over that of the rest.
+        boundary_lr_scale (`float`, *optional*, defaults to 1.0):
+            Same, for the matrix that reads the raw boundary states. Where a few of their channels are thousands of times
+            larger than the rest, Adam's steps of equal size upset what it holds; 0 freezes it as it was initialised.
         eval_new_tokens (`int`, *optional*, defaults to 128): Tokens per prompt of `eval_prompts`.
         kwargs (`Any`): For `Trainer`.
 
@@ -76,10 +79,12 @@ class LongSparkTrainer(Trainer):
         anchors_per_group: int = 32,
         steps_per_batch: int = 1,
         markov_lr_scale: float = 1.0,
+        boundary_lr_scale: float = 1.0,
         eval_new_tokens: int = 128,
         **kwargs: Any,
     ):
         check_fit(drafter.config, target)
+        drafter.boundary_fusion.fc1.requires_grad_(boundary_lr_scale != 0)
         args.remove_unused_columns = False
         args.label_names = []
         # Processes differ in the number of drafter passes per step, so none may hold a collective of its own.
@@ -95,21 +100,24 @@ class LongSparkTrainer(Trainer):
         self.borrowed = BorrowedTarget.of(self.target, drafter.config)
         self.eval_prompts, self.eval_new_tokens = list(eval_prompts), eval_new_tokens
         self.num_anchors, self.anchors_per_group = num_anchors, anchors_per_group
-        self.markov_lr_scale, self.steps_per_batch = markov_lr_scale, steps_per_batch
+        self.markov_lr_scale, self.boundary_lr_scale = markov_lr_scale, boundary_lr_scale
+        self.steps_per_batch = steps_per_batch
         self._batches: list[dict[str, Any]] = []
         self.num_anchors_seen = 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW as configured, with a learning rate of its own for the Markov head."""
+        """AdamW as configured, with learning rates of their own for the Markov head and the raw boundary's matrix."""
         if self.optimizer is None:
-            named = [(n, p) for n, p in (model or self.model).named_parameters() if p.requires_grad]
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            markov = [p for n, p in named if "markov_head" in n]
-            rest = [p for n, p in named if "markov_head" not in n]
+            scales = {"markov_head": self.markov_lr_scale, "boundary_fusion.fc1": self.boundary_lr_scale, "": 1.0}
             groups = [
-                {"params": rest, "weight_decay": self.args.weight_decay},
-                {"params": markov, "weight_decay": 0.0, "lr": kwargs["lr"] * self.markov_lr_scale},
+                {"params": [], "lr": kwargs["lr"] * scale, "weight_decay": 0.0 if part else self.args.weight_decay}
+                for part, scale in scales.items()
             ]
+            for name, parameter in (model or self.model).named_parameters():
+                if parameter.requires_grad:
+                    part = next(index for index, part in enumerate(scales) if part in name)
+                    groups[part]["params"].append(parameter)
             self.optimizer = optimizer_class(groups, **kwargs)
         return self.optimizer
 

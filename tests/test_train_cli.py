@@ -1,0 +1,469 @@
+"""`longspark train`: one command from a target and a data file to a drafter, and every way it may be refused before."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
+from typer.testing import CliRunner
+
+from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf.cli import app
+from longspark_hf.evaluation.targets import load_target
+from longspark_hf.training import checks
+from longspark_hf.training.checks import run_bytes
+from longspark_hf.training.estimates import training_memory
+from longspark_hf.training.plan import Speed, make_plan
+from longspark_hf.training.recipe import batch_size, late_layer_ids, meta_target, recipe
+from longspark_hf.training.run import train
+
+
+VOCAB_SIZE, EOS = 272, 2
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+)
+# Small enough for seconds; two prompts come again and again, so that a few steps teach something.
+SMALL = ("--eval-prompts", 1, "--learning-rate", "0.005")
+
+
+def byte_tokenizer(**special):
+    vocab = {t: i for i, t in enumerate(["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"} | special
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def save_target(folder, tokenizer, vocab_size=VOCAB_SIZE, eos_token_id=EOS):
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        bos_token_id=1,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(config)
+    # Only bytes that are characters on their own, so that text and tokens of a response are the same thing.
+    written = {id for token, id in tokenizer.get_vocab().items() if len(token) == 1 and "!" <= token <= "~"}
+    target.generation_config.suppress_tokens = sorted(set(range(vocab_size)) - written)
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def answers(folder, prompts, length=64):
+    """What the target answers greedily, as lines of a data file."""
+    target, tokenizer = load_target(str(folder))
+    lines = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        mask = torch.ones_like(ids)
+        new = target.generate(ids, attention_mask=mask, max_new_tokens=length, do_sample=False)[0, ids.shape[1] :]
+        response = tokenizer.decode(new, skip_special_tokens=True)
+        lines.append(json.dumps({"prompt": prompt, "response": response, "temperature": 0, "complete": False}))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target") / "tiny-llama", byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def data_file(target_folder, tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "data.jsonl"
+    file.write_text("\n".join(answers(target_folder, ["one", "two two"]) * 24) + "\n")
+    return file
+
+
+def longspark(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def train_command(target_folder, data_file, tmp_path):
+    """Runs `longspark train` on the tiny target; arguments given later win."""
+
+    def command(*arguments, output=tmp_path / "out", target=target_folder, data=data_file):
+        return longspark("train", "--target", target, "--data", data, "--output", output, *SMALL, *arguments)
+
+    return command
+
+
+def assert_refused(result, *hints):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    for hint in hints:
+        assert hint in line
+    assert "loading" not in result.stderr  # nothing long was begun
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_ends_with_a_drafter_that_was_taught_and_loads(train_command, target_folder, tmp_path):
+    result = train_command("--steps", 24)
+
+    assert result.exit_code == 0, result.output
+    best = tmp_path / "out" / "best"
+    assert result.stdout.startswith("24 of 24 steps are done") and "τ on held-out prompts: " in result.stdout
+    assert f'LongSparkDrafter.from_pretrained("{best}")' in result.stdout and "{'" not in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 0 and rows[-1]["step"] == 24
+    assert json.loads((best / "metrics.json").read_text())["eval_tau"] > rows[0]["eval_tau"] + 1
+
+    drafter = LongSparkDrafter.from_pretrained(best)
+    assert drafter.config.target_layer_ids == [0, 2] and drafter.config.mask_token_id == VOCAB_SIZE - 1
+    target, tokenizer = load_target(str(target_folder))
+    inputs = tokenizer("one", return_tensors="pt", return_token_type_ids=False)
+    plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter, max_new_tokens=20, do_sample=False), plain)
+
+
+class InterruptAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_same_command_goes_on_after_ctrl_c_as_if_nothing_had_been(
+    train_command, target_folder, data_file, tmp_path
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_command("--steps", 12, output=whole).exit_code == 0
+
+    choices = {"steps": 12, "eval_prompts": 1, "learning_rate": 0.005}
+    run = make_plan(str(target_folder), str(data_file), str(parts), **choices).get_ready(lambda message: None)
+    run.trainer.add_callback(InterruptAt(5))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    # Four steps share a pass of the target: the run stops at the end of them.
+    assert (parts / "checkpoint-8" / "complete.json").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    result = train_command(output=parts)  # the number of steps is the run's
+    assert result.exit_code == 0 and f"going on from {parts / 'checkpoint-8'}" in result.stderr
+    for name, tensor in weights(whole / "checkpoint-12").items():
+        assert torch.equal(tensor, weights(parts / "checkpoint-12")[name]), name
+
+
+def test_ctrl_c_in_a_terminal_saves_and_says_how_to_go_on(target_folder, data_file, tmp_path):
+    arguments = [
+        "--target",
+        target_folder,
+        "--data",
+        data_file,
+        "--output",
+        tmp_path / "out",
+        "--steps",
+        100000,
+        *SMALL,
+    ]
+    command = [sys.executable, "-m", "longspark_hf.cli", "train", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out" / "evaluations.jsonl").exists():  # the first evaluation lies behind it
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "with a checkpoint at step " in stderr and "Run the same command again to go on" in stderr
+    assert stdout == "" and "Traceback" not in stderr
+    assert list((tmp_path / "out").glob("checkpoint-*/complete.json"))
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(train_command, tmp_path):
+    assert train_command("--steps", 4).exit_code == 0
+    again = train_command()
+    assert again.exit_code == 0 and "4 of 4 steps are done; --steps with more" in again.stdout
+    more = train_command("--steps", 8, "--json")
+    assert more.exit_code == 0 and json.loads(more.stdout)["steps"] == 8
+    assert (tmp_path / "out" / "checkpoint-8").exists()
+
+
+def test_no_resume_deletes_the_run_and_only_that(train_command, tmp_path):
+    assert train_command("--steps", 8).exit_code == 0
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert train_command("--steps", 4, "--no-resume", "--seed", 1).exit_code == 0
+    rows = (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 4]
+    assert not (tmp_path / "out" / "checkpoint-8").exists() and (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_training_can_start_from_a_drafter(train_command, target_folder, tmp_path):
+    target, _ = load_target(str(target_folder))
+    config = LongSparkConfig.from_target(target.config, mask_token_id=270, window_size=16, markov_rank=8)
+    drafter = LongSparkDrafter(config)
+    drafter.save_pretrained(tmp_path / "first")
+
+    start = ("--init-from", tmp_path / "first", "--steps", 4)
+    result = train_command(*start, "--learning-rate", 1e-30)
+
+    assert result.exit_code == 0, result.output
+    for name, tensor in weights(tmp_path / "out" / "best").items():
+        assert torch.equal(tensor, drafter.state_dict()[name]), name
+    assert_refused(train_command(*start, "--markov-rank", 9, "--no-resume"), "`markov_rank` 8, not 9", "--init-from")
+    assert_refused(train_command(*start, "--init-from", tmp_path / "none"), "Cannot read the drafter")
+
+
+def test_a_time_limit_ends_a_run_with_an_evaluation_and_a_checkpoint(train_command, tmp_path):
+    result = train_command("--minutes", 0.03, "--anchors", 8)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2 and (tmp_path / "out" / f"checkpoint-{rows[-1]['step']}" / "complete.json").exists()
+
+
+def test_dry_run_tells_the_costs_and_writes_nothing(train_command, tmp_path):
+    result = train_command("--dry-run", "--json", "--draft-vocab", 30, "--batch-size", 2, "--epochs", 3)
+
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert not (tmp_path / "out").exists()
+    drafter = report["drafter"]
+    assert sum(drafter["split"].values()) == drafter["parameters"]
+    assert report["data"]["conversations"] == 46 and report["data"]["held_out"] == 2
+    assert report["data"]["response_tokens"] == 46 * 64 and 0.3 < report["data"]["draft_vocab_coverage"] <= 1
+    assert report["steps"] == 3 * 46 // 2 * 4
+    assert report["disk"]["checkpoint"] == 12 * drafter["parameters"]
+    memory = report["memory"]
+    assert memory["optimizer"] == 2 * memory["gradients"] == 8 * drafter["parameters"]
+    assert memory["target"] == 4 * report["target_parameters"]
+    seconds = report["time"]
+    assert seconds["total_seconds"] > report["steps"] * seconds["step_seconds"] > 0
+
+
+def test_dry_run_prints_one_screen(train_command):
+    result = train_command("--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "time (measured)" in result.stdout and "memory (estimated)" in result.stdout
+    assert len(result.stdout.splitlines()) <= 24 and max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_dry_run_says_what_was_dropped_and_why(train_command, data_file, tmp_path):
+    lines = data_file.read_text().splitlines()
+    lines[0] = json.dumps({"prompt": "p" * 90, "response": "no room"})
+    lines[1] = json.dumps({"prompt": "p", "response": "x", "complete": False})
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+
+    result = train_command("--dry-run", "--json", "--max-length", 64, data=tmp_path / "data.jsonl")
+
+    dropped = json.loads(result.stdout)["data"]["dropped"]
+    assert dropped == {"no room for a response within max_length": 1, "response of fewer than two tokens": 1}
+
+
+def test_help_fits_on_one_screen():
+    lines = longspark("train", "--help").stdout.splitlines()
+    assert len(lines) <= 46 and max(map(len, lines)) <= 80
+
+
+def drop_a_field(lines):
+    return [*lines[:4], json.dumps({"prompt": "p"}), *lines[5:]]
+
+
+def unknown_role(lines):
+    return [lines[0], "", json.dumps({"messages": [{"role": "tool", "content": "c"}], "response": "rr"}), *lines[1:]]
+
+
+def with_messages(lines):
+    return [*lines, json.dumps({"messages": [{"role": "user", "content": "c"}], "response": "rr"})]
+
+
+DATA = [
+    pytest.param(drop_a_field, {}, ["data.jsonl, line 5", '"response" must be a text'], id="field"),
+    pytest.param(unknown_role, {"chat_template": CHAT_TEMPLATE}, ["line 3", "refuses", "no role tool"], id="template"),
+    pytest.param(with_messages, {}, ['no chat template, so samples with "messages"', "data.jsonl"], id="no-template"),
+    pytest.param(lambda lines: lines[:1], {}, ["holds 1 sample", "one is held out"], id="one-line"),
+    pytest.param(lambda lines: [], {}, ["holds no samples"], id="empty"),
+]
+
+
+@pytest.mark.parametrize("change, special, hints", DATA)
+def test_bad_data_is_refused_with_its_place_and_reason(train_command, data_file, tmp_path, change, special, hints):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(change(data_file.read_text().splitlines())))
+    target = save_target(tmp_path / "target", byte_tokenizer(**special))
+    assert_refused(train_command(target=target, data=file), *hints)
+
+
+def test_a_tokenizer_of_another_model_is_refused(train_command, tmp_path):
+    without_end = save_target(tmp_path / "no-end", byte_tokenizer(eos_token=None))
+    assert_refused(train_command(target=without_end), "no end-of-sequence token", "tokenizer_config.json")
+    smaller = save_target(tmp_path / "smaller", byte_tokenizer(), vocab_size=200)
+    assert_refused(train_command("--mask-token", 3, target=smaller), "259", "200", "another model")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(20)])
+    assert len(tokenizer) > VOCAB_SIZE
+    added = save_target(tmp_path / "added", tokenizer)
+    line = json.dumps({"prompt": "p", "response": "<19><19>"})
+    (tmp_path / "data.jsonl").write_text(f"{line}\n{line}\n")
+    result = train_command("--mask-token", 3, target=added, data=tmp_path / "data.jsonl")
+    assert_refused(result, "token id 278", "ends at 271")
+
+
+def test_a_tokenizer_that_ends_where_the_target_does_not_is_refused(train_command, tmp_path):
+    result = train_command(target=save_target(tmp_path / "target", byte_tokenizer(), eos_token_id=[5, 7]))
+    assert result.exit_code == 2
+    assert "'<eos>' (id 2)" in result.stderr and "[5, 7]" in result.stderr
+
+
+SETTINGS = [
+    pytest.param(["--layers", "0,9"], ["`target_layer_ids`", "3 layers", "[0, 9]"], id="layer"),
+    pytest.param(["--layers", "late"], ["--layers", "'late'"], id="no-layers"),
+    pytest.param(["--layers", "2,2"], ["`target_layer_ids` must be distinct"], id="layer-twice"),
+    pytest.param(["--block-size", "0"], ["`block_size` must be at least 1, got 0"], id="block"),
+    pytest.param(["--markov-rank", "0"], ["`markov_rank` must be at least 1"], id="rank"),
+    pytest.param(["--draft-vocab", "500"], ["`draft_vocab_size`", "272", "500"], id="draft-vocabulary"),
+    pytest.param(["--mask-token", "<none>"], ["--mask-token '<none>'"], id="mask"),
+    pytest.param(["--mask-token", "272"], ["`mask_token_id`", "0 to 271", "272"], id="mask-id"),
+    pytest.param(["--max-length", "513"], ["--max-length 513", "512 positions"], id="length"),
+    pytest.param(["--learning-rate", "-1"], ["--learning-rate", "-1"], id="learning-rate"),
+    pytest.param(["--minutes", "0"], ["--minutes", "0"], id="minutes"),
+    pytest.param(["--epochs", "0"], ["--epochs", "0"], id="epochs"),
+]
+
+
+@pytest.mark.parametrize("arguments, hints", SETTINGS)
+def test_bad_settings_are_refused_by_name_and_value(train_command, tmp_path, arguments, hints):
+    assert_refused(train_command(*arguments), *hints)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(train_command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(train_command("--batch-size", 3), "--batch-size 3", "2 processes", "Use 4")
+
+
+def test_a_missing_target_is_refused(train_command, tmp_path):
+    assert_refused(train_command(target=tmp_path / "none"), "Cannot load the target", "none")
+    assert_refused(train_command(data=tmp_path / "none.jsonl"), "Cannot read the data file", "none.jsonl")
+
+
+def test_an_output_that_is_a_file_is_refused(train_command, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert_refused(train_command(output=tmp_path / "file"), "is not a folder", "--output")
+
+
+def test_a_full_disk_is_noticed_before_it_is_full(train_command, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+    assert_refused(train_command(), "GiB are free", "--output on another disk")
+
+
+def test_a_folder_with_another_run_is_refused_with_what_differs(train_command, data_file, tmp_path):
+    assert train_command("--steps", 4).exit_code == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(data_file.read_text().splitlines()[1:]))
+
+    result = train_command("--seed", 7, "--block-size", 5, data=other)
+
+    assert_refused(result, "seed 42 there, 7 now", "block_size 7 there, 5 now", "data_sha256", "--no-resume")
+    assert "learning_rate" not in result.stderr
+    assert train_command("--steps", 8).exit_code == 0  # as long as nothing differs, a run may be made longer
+
+
+def test_publishing_without_access_is_refused_before_training(train_command, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = train_command("--steps", 4, "--push-to-hub", "someone/drafter")
+    assert result.exit_code == 2
+    assert "Cannot create the repository someone/drafter" in result.stderr and "hf auth login" in result.stderr
+    assert not (tmp_path / "out" / "evaluations.jsonl").exists()
+
+
+def test_defaults_follow_the_size_of_the_target():
+    small = recipe(meta_target(Qwen3Config(num_hidden_layers=28, hidden_size=256, head_dim=32, intermediate_size=512)))
+    assert small["config"] == {
+        "target_layer_ids": [23, 25, 27],
+        "qk_norm": True,
+        "boundary_residual": -1,
+        "markov_rank": 64,
+    }
+    assert small["draft_vocab_size"] == 8192 and small["from_target"] and small["steps_per_batch"] > 1
+
+    large = recipe(meta_target(Qwen3Config(num_hidden_layers=36)))
+    assert large["config"] == {} and large["draft_vocab_size"] is None and not large["from_target"]
+    assert (large["learning_rate"], large["num_anchors"], large["epochs"]) == (6e-4, 512, 10)
+    assert batch_size(1_420_000, 10) == 512 and batch_size(3000, 10) == 16 and batch_size(10, 1) == 1
+    assert late_layer_ids(30) == [25, 27, 29] and late_layer_ids(1) == [0]
+
+
+def test_a_time_limit_shortens_the_run_and_its_evaluations(target_folder, data_file, tmp_path):
+    plan = make_plan(str(target_folder), str(data_file), str(tmp_path / "out"), steps=100000)
+    plan.options |= {"num_eval_prompts": 8, "num_simulated": 8}
+    speed = Speed(step=0.5, simulation=1.0, token=0.5)
+    assert speed.evaluation(plan.options) == 8 + 8 * 64 * 0.5
+
+    plan.fit_into(10, speed)
+
+    assert plan.seconds(speed) <= 600 and plan.options["max_steps"] > 700
+    assert plan.options["num_eval_prompts"] == 2 and plan.options["max_steps"] % 4 == 0
+    decay = plan.options["lr_scheduler_kwargs"]["num_decay_steps"]
+    assert 0 < plan.options["warmup_steps"] + decay < plan.options["max_steps"]
+
+    before = dict(plan.options)
+    plan.fit_into(10**6, speed)  # more time than the run needs
+    assert plan.options["max_steps"] == before["max_steps"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_estimated_activations_bound_what_a_step_keeps(target_folder, data_file, tmp_path, checkpointing):
+    plan = make_plan(str(target_folder), str(data_file), str(tmp_path), gradient_checkpointing=checkpointing)
+    trainer = plan.get_ready(lambda message: None).trainer
+    trainer.model.train()
+    if checkpointing:
+        enable = getattr(trainer.model, "activation_checkpointing_enable", None)  # its name from transformers 5.24 on
+        (enable or trainer.model.gradient_checkpointing_enable)()
+    batches, total = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+    batches[0]["rows"].rows = trainer.run_target(batches[0])
+    for rows in batches[0]["rows"].rows:
+        rows.probabilities = trainer._probabilities(rows, trainer.model)
+    known = [*trainer.model.parameters(), *trainer.target.parameters()]
+    known += [t for rows in batches[0]["rows"].rows for t in (*rows.keys, *rows.values, rows.boundaries)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.compute_loss(trainer.model, batches[0], num_items_in_batch=total)
+    held = sum(storage.nbytes() for storage in kept.values())
+
+    length, config = batches[0]["input_ids"].shape[1], plan.drafter_config
+    shape = {"length": length, "num_anchors": 512, "steps_per_batch": 4, "target_dtype": torch.float32}
+    estimate = training_memory(config, plan.target_config, 0, **shape, checkpointing=checkpointing)
+    assert held <= estimate["activations"] <= 6 * held
+
+
+def test_a_checkpoint_is_as_large_as_was_promised(target_folder, data_file, tmp_path):
+    target, tokenizer = load_target(str(target_folder))
+    fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "report_to": [], "use_cpu": True}
+    trainer = train(target, tokenizer, data_file, tmp_path, num_eval_prompts=0, eval_strategy="steps", **fields)
+    size = sum(file.stat().st_size for file in (tmp_path / "checkpoint-2").iterdir())
+    promised = run_bytes(trainer.model.num_parameters(), 2)
+    assert promised["checkpoint"] <= size <= 1.1 * promised["checkpoint"] + 2**16
+    assert (tmp_path / "best" / "config.json").exists()  # by the simulated τ, where none is generated
