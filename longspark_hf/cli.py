@@ -1,5 +1,6 @@
 """The `longspark` command: reads arguments, prints tables. What it shows is computed in `longspark_hf.evaluation`."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -241,6 +242,9 @@ def train(
     What is not given follows the size of the target. Stopped or killed, the same command goes on from its last
     checkpoint. On several GPUs: accelerate launch -m longspark_hf.cli train ...
     """
+    with _bad_input_exits():
+        if importlib.util.find_spec("accelerate") is None:
+            raise ValueError('Training needs accelerate. Run: pip install "longspark-hf[train]"')
     from longspark_hf.training.plan import begun, make_plan
     from longspark_hf.training.run import result
 
@@ -300,6 +304,166 @@ def train(
         _console().print(_plan_table(report))
     else:
         _print_result(report)
+
+
+@app.command()
+def bench(
+    target: Annotated[str, typer.Option(help=TargetHelp)] = "smollm2",
+    drafter: Annotated[str | None, typer.Option(help="A Hub id or a folder; default: the shipped one.")] = None,
+    tasks: Annotated[
+        str, typer.Option(help="By commas: gsm8k, ...; stdlib-1k to stdlib-128k; JSONL files of `turns` lists.")
+    ] = "stdlib-1k",
+    prompts: Annotated[int | None, typer.Option(min=1, help="Of each task. Default: all; 4 of stdlib.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Of an answer. Default: the task's.")] = None,
+    temperatures: Annotated[str, typer.Option(help="By commas; 0 is greedy.")] = "0",
+    repeats: Annotated[int, typer.Option(min=1, help="Of every prompt and method.")] = 3,
+    methods: Annotated[
+        str, typer.Option(help="By commas; plain is always among them.")
+    ] = "plain,prompt_lookup,longspark,dflash,zero_acceptance",
+    num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round.")] = None,
+    rope_theta: Annotated[float | None, typer.Option(help="Another rotary base, for both models.")] = None,
+    ntk_alpha: Annotated[float | None, typer.Option(help="Or the factor by which the context grows.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Sequences at once; 1 is what drafters can do.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Result file; the same command goes on with it.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Measure speedup, acceptance and costs on tasks.
+
+    All methods answer the same prompts in one process, turn about; the baseline is plain `generate`. Stopped, it shows
+    what is done, and with --output the same command goes on from there.
+    """
+    from longspark_hf.evaluation.bench import BenchSettings, make_bench
+    from longspark_hf.evaluation.bench_rows import LEGEND, groups, markdown, remarks, warning
+
+    stderr = Console(stderr=True, highlight=False)
+
+    def progress(message: str) -> None:
+        stderr.print(f"[dim]longspark bench:[/dim] {message}", soft_wrap=True)
+
+    with _bad_input_exits():
+        settings = BenchSettings(
+            methods=tuple(methods.split(",")),
+            temperatures=tuple(_numbers("--temperatures", temperatures, float)),
+            repeats=repeats,
+            seed=seed,
+            num_assistant_tokens=num_assistant_tokens,
+            rope_theta=rope_theta,
+            ntk_alpha=ntk_alpha,
+            concurrency=concurrency,
+        )
+        measured = make_bench(
+            target, drafter, tasks.split(","), settings, prompts, max_new_tokens, device, dtype, output, progress
+        )
+    stopped = False
+    try:
+        measured.run()
+    except KeyboardInterrupt:
+        stopped = True
+        kept = f"{output} keeps them; the same command goes on." if output else "Without --output, they are not kept."
+        progress(f"stopped; {len(measured.runs)} runs are done. {kept}")
+
+    result = measured.result()
+    if as_json:
+        print(json.dumps(result, indent=2))
+    elif as_markdown:
+        print(markdown(result))
+    else:
+        console = _console()
+        for title, rows in groups(result["rows"]).items():
+            console.print(_bench_table(title, rows))
+            for line in remarks(rows):
+                console.print(line)
+        for line in (f"{result['target']} with {result['drafter']}.", LEGEND, *result["notes"]):
+            console.print(f"[dim]{line}[/dim]")
+    if line := warning(result["rows"]):
+        stderr.print(line, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
+
+
+@app.command()
+def sweep(
+    output: Annotated[Path, typer.Option(help="Result file; the same command goes on with it.")],
+    contexts: Annotated[str, typer.Option(help="Lengths by commas.")] = "1024,8192,32768,131072",
+    shape: Annotated[
+        str, typer.Option(help="Of the target: smollm2, qwen3-4b, qwen3-8b, qwen3-14b; a Hub id or a folder.")
+    ] = "smollm2",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer decoder layers, where not all fit.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Whose shape to take: Hub id or folder. Default: the shipped one for smollm2.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="By commas; dflash is the growing peer, dflash_sliding a flat one.")
+    ] = "longspark,window,dflash,dflash_sliding",
+    repeats: Annotated[int, typer.Option(min=1, help="Passes over everything, turn about.")] = 15,
+    prefill_to: Annotated[int, typer.Option(min=0, help="Measure real prefills too, of contexts up to this.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Measure drafting against context length.
+
+    Draft time, verification, drafter state and memory for LongSpark and for the DFlash path of transformers, over
+    synthetic K/V rows and random weights. Stopped, it keeps its finished passes and goes on with the same command.
+    """
+    from longspark_hf.evaluation.findings import LEGEND, describe, finding_lines
+    from longspark_hf.evaluation.sweep import Sweep, run
+
+    stderr = Console(stderr=True, highlight=False)
+
+    def progress(message: str) -> None:
+        stderr.print(f"[dim]longspark sweep:[/dim] {message}", soft_wrap=True)
+
+    with _bad_input_exits():
+        settings = Sweep(
+            contexts=_numbers("--contexts", contexts, int),
+            shape=shape,
+            layers=layers,
+            drafter=drafter,
+            methods=methods.split(","),
+            repeats=repeats,
+            prefill_to=prefill_to,
+            device=device,
+            dtype=dtype,
+        )
+        try:
+            result = run(settings, output, progress)
+        except KeyboardInterrupt:
+            progress(f"stopped. What is done lies in {output}.passes; the same command goes on.")
+            raise typer.Exit(130) from None
+
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    console = _console()
+    console.print(_sweep_table(result["rows"]))
+    for line in finding_lines(result):
+        console.print(line)
+    for line in (describe(result), LEGEND, f"Written to {output}."):
+        console.print(f"[dim]{line}[/dim]", soft_wrap=line.startswith("Written"))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Result files of bench, sweep and ablations.")],
+    output: Annotated[
+        Path, typer.Option(help="page.html, in one file; or page.md, with its plots in a folder beside it.")
+    ],
+) -> None:
+    """
+    Turn result files into one page with plots and tables.
+    """
+    from longspark_hf.evaluation.page import write_page
+
+    with _bad_input_exits():
+        for path in write_page(files, output):
+            print(path)
 
 
 def main() -> None:
@@ -416,6 +580,28 @@ def _demo_table(report: dict[str, Any]) -> Table:
             f"{row['draft_ms_per_round']:.1f}",
             _mib(row["state_bytes"]),
         )
+    return table
+
+
+def _bench_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    from longspark_hf.evaluation.bench_rows import COLUMNS
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    for index, (header, _) in enumerate(COLUMNS):
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in COLUMNS))
+    return table
+
+
+def _sweep_table(rows: list[dict[str, Any]]) -> Table:
+    from longspark_hf.evaluation.findings import COLUMNS
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, (header, _) in enumerate(COLUMNS):
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in COLUMNS))
     return table
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from longspark_hf import LongSparkDrafter
 from longspark_hf.loss_longspark import slot_weights
@@ -16,6 +16,7 @@ from longspark_hf.training.metrics import (
     possible_anchors,
     slot_targets,
 )
+from longspark_hf.training.recipe import checkpointing_argument
 from longspark_hf.training.trainer import LongSparkTrainer, last_complete_checkpoint
 from longspark_hf.training.views import anchor_groups, run_target
 
@@ -176,15 +177,17 @@ def data(count=6):
     return Items(*(conversation(length=40 + 3 * i, response=12 + i, seed=i) for i in range(count)))
 
 
-def trainer_for(target, drafter, folder, num_anchors=6, steps_per_batch=1, boundary_lr_scale=1.0, **overrides):
+OURS = ("num_anchors", "anchors_per_group", "steps_per_batch", "boundary_lr_scale")
+
+
+def trainer_for(target, drafter, folder, **overrides):
+    ours = {"num_anchors": 6} | {name: overrides.pop(name) for name in OURS if name in overrides}
     return LongSparkTrainer(
         drafter,
         target,
         arguments(folder, **overrides),
         train_dataset=data(),
-        num_anchors=num_anchors,
-        steps_per_batch=steps_per_batch,
-        boundary_lr_scale=boundary_lr_scale,
+        **ours,
     )
 
 
@@ -223,15 +226,72 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(tmp_path):
     assert torch.allclose(weights[0], weights[1], atol=1e-6) and torch.allclose(weights[0], weights[2], atol=1e-6)
 
 
+def trained(target, folder, **overrides):
+    """Losses by step and the drafter after a short run; steps have several passes of it."""
+    drafter = make_drafter(target, block_size=4)
+    trainer = trainer_for(target, drafter, folder, anchors_per_group=4, **({"max_steps": 2} | overrides))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], drafter
+
+
 def test_gradient_checkpointing_changes_no_gradient(tmp_path):
-    target, results = targets.build("llama"), []
-    fields = TrainingArguments.__dataclass_fields__
-    option = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
-    for checkpointing in (False, True):
+    target = targets.build("llama")
+    losses, drafter = trained(target, tmp_path)
+    same_losses, same = trained(target, tmp_path, **{checkpointing_argument(): True})
+    assert same.layers[0].gradient_checkpointing
+    assert same_losses == losses
+    for (name, parameter), other in zip(drafter.named_parameters(), same.parameters()):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_bf16_autocast_the_loss_is_fp32_and_close(tmp_path, monkeypatch, dtype):
+    target, seen = targets.build("llama"), []
+    losses, _ = trained(target, tmp_path)
+    in_full = LongSparkDrafter.weighted_loss
+    monkeypatch.setattr(LongSparkDrafter, "weighted_loss", lambda *a: seen.append(in_full(*a)) or seen[-1])
+    close_losses, drafter = trained(target.to(dtype), tmp_path, bf16=True)
+    assert {loss.dtype for loss in seen} == {torch.float32} and drafter.dtype == torch.float32
+    assert close_losses == pytest.approx(losses, rel=0.02)
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
+
+
+def test_memory_of_a_step_does_not_grow_with_the_anchors(tmp_path):
+    class Saved:
+        """A tensor kept for the backward pass, counted as long as it is."""
+
+        now = peak = 0
+
+        def __init__(self, tensor):
+            self.tensor, self.size = tensor, tensor.numel() * tensor.element_size()
+            Saved.now += self.size
+            Saved.peak = max(Saved.peak, Saved.now)
+
+        def __del__(self):
+            Saved.now -= self.size
+
+    target, peaks = targets.build("llama"), []
+    options = {"gradient_accumulation_steps": 1, "max_steps": 1, "anchors_per_group": 8}
+    for num_anchors in (32, 128):
         drafter = make_drafter(target, block_size=4)
-        trainer_for(target, drafter, tmp_path, **{option: checkpointing}).train()
-        results.append(drafter.layers[0].mlp.up_proj.weight.detach())
-    assert torch.allclose(*results, atol=1e-6)
+        trainer = trainer_for(target, drafter, tmp_path, num_anchors=num_anchors, **options)
+        trainer.train_dataset = Items(conversation(length=160, response=140))
+        Saved.now = Saved.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            trainer.train()
+        assert trainer.num_anchors_seen == num_anchors and Saved.now == 0
+        peaks.append(Saved.peak)
+        assert trainer.state.log_history[-1]["peak_rss_bytes"] > 2**20
+    assert peaks[1] < 1.05 * peaks[0]
+
+
+def test_a_target_with_a_device_map_stays_where_it_is(tmp_path, monkeypatch):
+    targets.build("llama").save_pretrained(tmp_path / "target")
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "target", device_map={"": "cpu"})
+    assert target.hf_device_map == {"": torch.device("cpu")} or target.hf_device_map == {"": "cpu"}
+    monkeypatch.setattr(target, "to", lambda *_: pytest.fail("the target was moved"))
+    losses, _ = trained(target, tmp_path)
+    assert len(losses) == 2
 
 
 @pytest.mark.parametrize("steps_per_batch", [1, 3])
@@ -302,6 +362,15 @@ def entering_states(target, layer_id, input_ids):
     target(input_ids)
     hook.remove()
     return kept[0]
+
+
+@pytest.mark.parametrize("without", ["window_size", "num_summary_queries"])
+def test_a_drafter_without_a_view_starts_and_trains(tmp_path, prompt, without):
+    target = targets.build("llama")
+    drafter = make_drafter(target, **{without: 0})
+    initialize_from_target(drafter, target, [prompt])
+    trainer_for(target, drafter, tmp_path, max_steps=1).train()
+    assert all(p.isfinite().all() for p in drafter.parameters())
 
 
 @pytest.mark.parametrize("residual", [None, -1])

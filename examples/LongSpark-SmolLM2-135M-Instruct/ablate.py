@@ -1,5 +1,5 @@
 """What each part of the drafter in this folder is worth: the recipe of `train.py`, cut to a small budget, with one change at
-a time. Writes `ablations.json`.
+a time. Writes `ablations.json`; started again, it goes on with the variants that are not in it.
 
     OMP_NUM_THREADS=1 python examples/LongSpark-SmolLM2-135M-Instruct/ablate.py --data smollm2_synthetic.jsonl
 """
@@ -102,7 +102,7 @@ def make_drafter(target, tokenizer, data, change: dict[str, Any]) -> LongSparkDr
         drafter.draft_token_ids = frequent_tokens(data.training, fields["draft_vocab_size"], target.config.vocab_size)
     start = change.get("start")
     if start != "random":
-        initialize_from_target(drafter, target, data.sample(16384) if start is None else [])
+        initialize_from_target(drafter, target, data.sample(8192) if start is None else [])
     with torch.no_grad():
         if change.get("without") == "boundary":
             drafter.boundary_fusion.fc1.weight.zero_()  # and stays so, see the learning rate below
@@ -126,10 +126,12 @@ def measure(drafter: LongSparkDrafter, shared: SharedTarget, items: list[dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="JSONL of prompt, response, temperature; the last 5% is held out")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of every variant")
-    parser.add_argument("--short", type=int, default=24, help="held-out conversations")
-    parser.add_argument("--long", type=int, default=3, help="held-out conversations of about 3,000 tokens")
+    parser.add_argument(
+        "--data", required=True, help="JSONL of prompt, response, temperature; the last 5% is held out"
+    )
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of every variant")
+    parser.add_argument("--short", type=int, default=16, help="held-out conversations")
+    parser.add_argument("--long", type=int, default=2, help="held-out conversations of about 3,000 tokens")
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--output", default=str(FOLDER / "ablations.json"))
     options = parser.parse_args()
@@ -145,8 +147,10 @@ def main() -> None:
     fields = {"mask_token_id": 0, "target_layer_ids": LAYERS, "qk_norm": False}
     shared = SharedTarget(target, LongSparkConfig.from_target(target.config, **fields))
 
-    rows = []
-    for name in options.only or VARIANTS:
+    output = Path(options.output)
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    done = {row["variant"] for row in rows}
+    for name in [name for name in options.only or VARIANTS if name not in done]:
         drafter = make_drafter(target, tokenizer, data, VARIANTS[name])
         fitted = "start" not in VARIANTS[name]
         begun = time.monotonic()
@@ -197,7 +201,7 @@ def main() -> None:
             "rows": rows,
             "provenance": provenance(drafter.dtype),
         }
-        write_result(options.output, result)
+        write_result(output, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from longspark_hf import LongSparkDrafter
+from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.evaluation.provenance import provenance, write_result
 from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_drafter, load_target
 from longspark_hf.training.data import read_samples
@@ -23,6 +23,7 @@ CARD = """---
 library_name: transformers
 base_model: {target}
 license: apache-2.0
+pipeline_tag: text-generation
 tags: [longspark, speculative-decoding]
 ---
 # LongSpark drafter for {target}
@@ -35,11 +36,26 @@ target's, whatever it proposes.
 |---|--:|--:|
 {rows}
 
-τ is the mean number of tokens committed per round of `generate`, here over {prompts} prompts a set and {new_tokens} new tokens
-each (`results.json`: {device}, {dtype}, torch {torch}, transformers {transformers}, {date}).
+τ is the mean number of tokens committed per round of `generate`, at most {most}; here over {prompts} prompts a set and
+{new_tokens} new tokens each. All figures on this page: `results.json` and `ablations.json`, {dtype} on {device}, torch {torch},
+transformers {transformers}, {date}.
 
-Training: {anchors:,} anchors in {steps:,} steps, self-generated conversations of the target, contexts up to about 2K tokens.
-Draft layers read target layers {layers}; it proposes only the {vocabulary:,} most frequent tokens of the data.
+## Training
+
+{anchors:,} anchors in {steps:,} optimizer steps over self-generated conversations of the target, the last 5% held out; a tenth
+of the samples joined to contexts of about 3K tokens. Draft layers read target layers {layers}; the drafter proposes only the
+{vocabulary:,} most frequent tokens of the data.
+
+| steps | anchors seen | τ at T = 0 on 8 held-out prompts | simulated τ at T = 0.7 and 1 |
+|--:|--:|--:|--:|
+{progress}
+
+What each part is worth, {ablation_steps} steps ({ablation_anchors:,} anchors) for every variant; simulated τ on held-out
+conversations of some hundred and of about {long_tokens:,} tokens:
+
+| variant | τ, short | τ, long | first draft token accepted, short | long | parameters |
+|---|--:|--:|--:|--:|--:|
+{ablations}
 """
 
 
@@ -84,28 +100,47 @@ def main() -> None:
     metrics = json.loads((best / "metrics.json").read_text())
     training = json.loads((Path(options.run) / "provenance.json").read_text())
     source = provenance(drafter.dtype)
+    evaluations = [json.loads(line) for line in (Path(options.run) / "evaluations.jsonl").read_text().splitlines()]
     result = {
         "target": SMOLLM2_HUB_ID,
         "tau": taus,
         "prompts_per_set": options.prompts,
         "new_tokens": options.new_tokens,
         "training": {"metrics_of_the_best_checkpoint": metrics, "provenance": training},
-        "evaluations": [
-            json.loads(line) for line in (Path(options.run) / "evaluations.jsonl").read_text().splitlines()
-        ],
+        "evaluations": evaluations,
         "provenance": source,
     }
     write_result(FOLDER / "results.json", result)
+    write_card(drafter.config, drafter.num_parameters(), result)
+
+
+def write_card(config: LongSparkConfig, parameters: int, result: dict) -> None:
+    """The card, from result files alone."""
+    ablations = json.loads((FOLDER / "ablations.json").read_text())
+    metrics, source = result["training"]["metrics_of_the_best_checkpoint"], result["provenance"]
     card = CARD.format(
         target=SMOLLM2_HUB_ID,
-        parameters=drafter.num_parameters() / 1e6,
-        rows="\n".join(f"| {name} | {t['0']:.2f} | {t['1']:.2f} |" for name, t in taus.items()),
-        prompts=options.prompts,
-        new_tokens=options.new_tokens,
+        parameters=parameters / 1e6,
+        rows="\n".join(f"| {name} | {t['0']:.2f} | {t['1']:.2f} |" for name, t in result["tau"].items()),
+        most=config.block_size + 1,
+        prompts=result["prompts_per_set"],
+        new_tokens=result["new_tokens"],
         anchors=metrics["eval_anchors_seen"],
         steps=metrics["step"],
-        layers=drafter.config.target_layer_ids,
-        vocabulary=drafter.config.draft_vocab_size,
+        layers=", ".join(map(str, config.target_layer_ids)),
+        vocabulary=config.draft_vocab_size,
+        progress="\n".join(
+            f"| {e['step']:,} | {e['eval_anchors_seen']:,} | {e['eval_tau']:.2f} | {e['eval_simulated_tau']:.2f} |"
+            for e in result["evaluations"]
+        ),
+        ablation_steps=ablations["steps"],
+        ablation_anchors=ablations["rows"][0]["anchors"],
+        long_tokens=round(sum(ablations["long_conversations"]["tokens"]) / ablations["long_conversations"]["number"]),
+        ablations="\n".join(
+            f"| {r['variant']} | {r['short_simulated_tau']:.2f} | {r['long_simulated_tau']:.2f} | "
+            f"{r['short_accepted_1']:.3f} | {r['long_accepted_1']:.3f} | {r['parameters'] / 1e6:.1f}M |"
+            for r in ablations["rows"]
+        ),
         **{key: source[key] for key in ("device", "dtype", "torch", "transformers", "date")},
     )
     (FOLDER / "README.md").write_text(card, encoding="utf-8")

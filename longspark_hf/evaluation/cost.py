@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
+from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.target_longspark import BorrowedTarget
 
 from .demo import PutTimer, build_prompts
 from .info import peer_state_bytes
+from .methods import synthetic_state
 from .provenance import provenance, write_result
 from .targets import load_target, mask_token_id
 
@@ -49,19 +50,6 @@ def median_ms(calls: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, fl
             if repeat >= 3:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def synthetic_state(drafter: LongSparkDrafter, num_rows: int) -> LongSparkCache:
-    """A drafter state that has absorbed `num_rows` random rows, as a prefill of that length would leave it."""
-    config, generator = drafter.config, torch.Generator().manual_seed(num_rows)
-    state = drafter.new_cache()
-    for start in range(0, num_rows, 4096):
-        shape = (1, config.num_key_value_heads, min(4096, num_rows - start), config.head_dim)
-        rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(drafter.dtype)
-        for layer in range(config.num_hidden_layers):
-            state.update(rows, rows, layer)
-    state.set_boundary(torch.randn(1, config.num_hidden_layers, config.hidden_size, generator=generator))
-    return state
 
 
 def draft_rows(drafter: LongSparkDrafter, borrowed: BorrowedTarget, repeats: int) -> list[dict[str, Any]]:

@@ -9,9 +9,12 @@ from typing import Any
 
 import longspark_hf
 
+from . import findings, page, plots
+
 
 ROOT = Path(longspark_hf.__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
+SWEEP = "sweep_smollm2"
 BEGIN, END = "<!-- begin: {name} (made by longspark_hf.evaluation.report) -->", "<!-- end: {name} -->"
 
 
@@ -73,19 +76,33 @@ def round_table(cost: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def sweep_table(sweep: dict[str, Any]) -> str:
+    """The context sweep and what it says, as Markdown."""
+    table = page.to_markdown_table(page.columns_table(findings.COLUMNS, sweep["rows"]))
+    lines = [*findings.finding_lines(sweep), findings.LEGEND]
+    return "\n".join(
+        [table, "", *(f"- {line}" for line in lines), "", findings.describe(sweep), "", page.source_line(sweep)]
+    )
+
+
 def sections() -> dict[str, str]:
     """README's generated sections by name."""
     cost = load("cost_smollm2")
-    return {
+    found = {
         "cost": cost_table(cost, load("memory_smollm2"), load("memory_smollm2_default_malloc")),
         "round": round_table(cost),
     }
+    if (RESULTS / f"{SWEEP}.json").is_file():
+        found["sweep"] = sweep_table(load(SWEEP))
+    return found
 
 
 def fill(text: str) -> str:
     """README's text with every generated section made anew."""
     for name, content in sections().items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
+        if begin not in text:  # README need not show all there is
+            continue
         head, _, rest = text.partition(begin)
         _, _, tail = rest.partition(end)
         text = f"{head}{begin}\n{content}\n{end}{tail}"
@@ -94,38 +111,16 @@ def fill(text: str) -> str:
 
 def plot(path: Path) -> None:
     """Draft time and state against context length."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "longspark"  # the same file for the same numbers
-    cost = load("cost_smollm2")
-    contexts = [row["context"] / 1024 for row in cost["rows"]]
-    figure, (time_axes, state_axes) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    time_axes.plot(contexts, [row["draft_ms"] for row in cost["rows"]], "o-", color="#d9480f", label="LongSpark")
-    time_axes.set(
-        title="Draft pass", ylabel="milliseconds", ylim=(0, 1.3 * max(row["draft_ms"] for row in cost["rows"]))
-    )
-    state_axes.plot(contexts, [row["state_bytes"] / 2**20 for row in cost["rows"]], "o-", color="#d9480f")
-    peer = [row["growing_peer_state_bytes"] / 2**20 for row in cost["rows"]]
-    state_axes.plot(contexts, peer, "s--", color="#868e96")
-    state_axes.set(title="Drafter state", ylabel="MiB", yscale="log")
-    state_axes.annotate(
-        "LongSpark", (contexts[-1], cost["rows"][-1]["state_bytes"] / 2**20), (-60, 8), textcoords="offset points"
-    )
-    state_axes.annotate("growing KV cache (computed)", (contexts[-2], peer[-2]), (-160, 4), textcoords="offset points")
-    for axes in (time_axes, state_axes):
-        axes.set(
-            xlabel="context, thousand tokens (K)",
-            xscale="log",
-            xticks=contexts,
-            xticklabels=[f"{c:g}" for c in contexts],
-        )
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
+    rows = []
+    if (RESULTS / f"{SWEEP}.json").is_file():
+        rows = load(SWEEP)["rows"]
+    else:
+        for row in load("cost_smollm2")["rows"]:
+            rows.append({"method": "longspark", **row})
+            rows.append(
+                {"method": "growing", "context": row["context"], "state_bytes": row["growing_peer_state_bytes"]}
+            )
+    path.write_text(plots.to_svg(plots.draft_and_state(rows)), encoding="utf-8")
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from longspark_hf import LongSparkConfig, LongSparkDrafter
 
 SMOLLM2 = "smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Reserved in SmolLM2's vocabulary for pretraining on repositories; a chat answer never holds it.
-SMOLLM2_MASK_TOKEN = "<repo_name>"
+# Reserved in the vocabularies of SmolLM2 (for pretraining on repositories), Llama 3 and Gemma; an answer never holds them.
+RESERVED_TOKENS = ("<repo_name>", "<|reserved_special_token_0|>", "<unused0>")
 
 
 def smollm2_path() -> Path | None:
@@ -36,13 +36,16 @@ def smollm2_path() -> Path | None:
     return files[0] if files else None
 
 
-def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(
+    name: str, dtype: torch.dtype = torch.float32, config: PreTrainedConfig | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     A target and its tokenizer, on the CPU.
 
     Args:
         name (`str`): A Hub id, a folder, or `smollm2`.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of the weights.
+        config (`PreTrainedConfig`, *optional*): In place of its own, as [`scale_rope`] changes it.
 
     Raises:
         `ValueError`: if nothing can be loaded under that name.
@@ -50,7 +53,7 @@ def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
     source = _source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, config=config)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found(name, error)) from error
     model.config._name_or_path = _display_name(name)
@@ -119,6 +122,41 @@ def load_target_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def scale_rope(config: PreTrainedConfig, rope_theta: float | None = None, ntk_alpha: float | None = None) -> float:
+    """
+    Give a target's config, or a drafter's, another rotary base. Layers that slide keep theirs: they look no further.
+
+    Args:
+        config (`PreTrainedConfig`): Changed in place.
+        rope_theta (`float`, *optional*): The new base.
+        ntk_alpha (`float`, *optional*): Or the factor by which the context is to grow: `base * alpha ** (d / (d - 2))`.
+
+    Returns:
+        `float`: that factor.
+
+    Raises:
+        `ValueError`: if both or no positive numbers are given, or the config has no rotary base.
+    """
+    if rope_theta is not None and ntk_alpha is not None:
+        raise ValueError("Give --rope-theta or --ntk-alpha, not both: each sets the rotary base.")
+    wanted = rope_theta if ntk_alpha is None else ntk_alpha
+    if wanted is None:
+        return 1.0
+    if not 0 < wanted < float("inf"):
+        raise ValueError(f"--rope-theta and --ntk-alpha take a positive number, got {wanted}.")
+    text = config.get_text_config(decoder=True)
+    parameters = text.rope_parameters or {}
+    scaled = parameters.get("full_attention", parameters)
+    if "rope_theta" not in scaled:
+        raise ValueError(f"`{type(text).__name__}` has no rotary base, so --rope-theta and --ntk-alpha do nothing.")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = int(head_dim * scaled.get("partial_rotary_factor", 1.0))
+    base, exponent = scaled["rope_theta"], dim / (dim - 2)
+    alpha = ntk_alpha if rope_theta is None else (rope_theta / base) ** (1 / exponent)
+    scaled["rope_theta"] = rope_theta if ntk_alpha is None else base * ntk_alpha**exponent
+    return alpha
+
+
 def load_drafter_config(name: str) -> LongSparkConfig:
     """
     The config of a drafter, ours or a released one, without its weights.
@@ -168,9 +206,10 @@ def mask_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     Raises:
         `ValueError`: if none is known.
     """
-    known = tokenizer.get_vocab().get(SMOLLM2_MASK_TOKEN)
-    if known is not None:
-        return known
+    vocabulary = tokenizer.get_vocab()
+    for token in RESERVED_TOKENS:
+        if token in vocabulary:
+            return vocabulary[token]
     # Many tables are padded to a round size; a row above the tokenizer's last token stands for no text.
     if len(tokenizer) < vocab_size:
         return vocab_size - 1

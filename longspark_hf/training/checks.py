@@ -23,7 +23,7 @@ BEST, PROVENANCE, EVALUATIONS = "best", "provenance.json", "evaluations.jsonl"
 # What makes two runs the same run: of the drafter's config, of the arguments of `prepare`, of `TrainingArguments`.
 KEPT_FIELDS = ("target_layer_ids", "block_size", "window_size", "num_summary_queries", "markov_rank", "mask_token_id")
 KEPT_FIELDS += ("qk_norm", "boundary_residual", "draft_vocab_size")
-KEPT_OPTIONS = ("init_from", "from_target", "num_anchors", "steps_per_batch", "markov_lr_scale")
+KEPT_OPTIONS = ("init_from", "from_target", "num_anchors", "steps_per_batch", "markov_lr_scale", "boundary_lr_scale")
 KEPT_OPTIONS += ("num_eval_prompts", "eval_new_tokens")  # or τ of one evaluation says nothing about another's
 KEPT_ARGUMENTS = ("learning_rate", "lr_scheduler_type", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm")
 KEPT_ARGUMENTS += ("bf16", "seed")

@@ -40,15 +40,10 @@ class TrainingData:
         items = self.held_out.items[-count:] if count else []
         return [torch.tensor([item["input_ids"][: item["response_mask"].index(True)]]) for item in items]
 
-    def sample(self, num_tokens: int = 32768) -> list[torch.LongTensor]:
-        """The first training conversations, of shape `(1, length)`, that hold so many tokens together."""
-        sample, held = [], 0
-        for item in self.training.items:
-            if held >= num_tokens:
-                break
-            sample.append(torch.tensor([item["input_ids"]]))
-            held += len(item["input_ids"])
-        return sample
+    def sample(self, count: int = 150) -> list[torch.LongTensor]:
+        """About `count` conversations of shape `(1, length)` from all over the training data."""
+        items = self.training.items[:: max(1, len(self.training) // count)]
+        return [torch.tensor([item["input_ids"]]) for item in items]
 
     def mean_length(self) -> float:
         """Tokens per training conversation."""

@@ -48,6 +48,7 @@ def training_memory(
     num_anchors: int,
     steps_per_batch: int,
     target_dtype: torch.dtype,
+    start_tokens: int = 0,
     checkpointing: bool = False,
 ) -> dict[str, int]:
     r"""
@@ -59,11 +60,13 @@ def training_memory(
         length (`int`): Tokens of the longest conversation, all taken as response.
         num_anchors, steps_per_batch (`int`): See [`LongSparkTrainer`].
         target_dtype (`torch.dtype`): Of the target's weights and rows.
+        start_tokens (`int`, *optional*, defaults to 0): Tokens that block inputs are fitted to before training.
         checkpointing (`bool`, *optional*, defaults to `False`): Layers are computed again in the backward pass.
 
     Returns:
         `dict`: `target`, `drafter`, `gradients` and `optimizer` (AdamW) in fp32; `target_rows`, what one pass of the
-        target leaves for all anchors; `activations` of the drafter kept for the backward pass; `logits` of a chunk; `total`.
+        target leaves for all anchors; `activations` of the drafter kept for the backward pass; `logits` of a chunk; `start`,
+        which fitting block inputs needs before all of these but the weights; and the `total`, the larger of both.
         The three that depend on `length` are upper bounds: anchors spread over the whole conversation, none in bf16.
     """
     n, hidden, heads, dim = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim
@@ -104,4 +107,7 @@ def training_memory(
         "activations": 4 * activations,
         "logits": 4 * 4 * min(ROWS_PER_CHUNK, max(slots, length)) * config.vocab_size,
     }
-    return parts | {"total": sum(parts.values())}
+    features = (n + 1) * hidden
+    start = 8 * (3 * start_tokens * features + 4 * features**2) if start_tokens else 0
+    total = max(sum(parts.values()), parts["target"] + parts["drafter"] + start)
+    return parts | {"start": start, "total": total}

@@ -183,7 +183,7 @@ def _queries_from_target(
     length = input_ids.shape[1]
     rows = torch.linspace(length // 4, length - 1, config.num_summary_queries).long()
     for index, queries in taken.items():
-        queries = queries[0, rows.to(queries.device)].view(len(rows), -1, config.head_dim)
+        queries = queries[0, rows.to(queries.device)].unflatten(-1, (-1, config.head_dim))
         norm = getattr(borrowed.layers[config.target_layer_ids[index]].self_attn, "q_norm", None)
         queries = queries if norm is None else norm(queries)
         if queries.shape[1] != config.num_attention_heads:

@@ -5,7 +5,6 @@ Does not know: how memory and disk are counted (estimates), how a run goes (run)
 """
 
 import copy
-import importlib.util
 import json
 import math
 import os
@@ -134,9 +133,11 @@ class Plan:
         target = targets.load_target(self.target, self.dtype)[0]
         if dry_run or (self.minutes is not None and self.begun is None):
             progress("timing a few steps")
+            start = time.monotonic()
             self.speed = measure(self, target)
             if self.minutes is not None and self.begun is None:
-                self.fit_into(self.minutes, self.speed)
+                self.options["max_minutes"] = self.minutes - (time.monotonic() - start) / 60
+                self.fit_into(self.options["max_minutes"], self.speed)
         if dry_run:
             return None
         stop = StopOnInterrupt(self.options["steps_per_batch"])
@@ -164,7 +165,7 @@ class Plan:
         scale = EVALUATION_SHARE * available / 2 / speed.evaluation(self.options)
         if self.shrinkable and scale < 1:
             for name in ("num_eval_prompts", "num_simulated"):
-                self.options[name] = max(2, int(scale * self.options[name]))
+                self.options[name] = min(self.options[name], max(2, int(scale * self.options[name])))
         seconds = speed.evaluation(self.options)
         num_evaluations = min(max(int(EVALUATION_SHARE * available / seconds) - 1, 1), NUM_EVALUATIONS)
         every = self.options["steps_per_batch"]
@@ -177,6 +178,9 @@ class Plan:
         num_evaluations = 1 + math.ceil(self.options["max_steps"] / self.options["eval_steps"])
         return self.options["max_steps"] * speed.step + num_evaluations * speed.evaluation(self.options)
 
+    def _starts_from_target(self) -> bool:
+        return self.options["from_target"] and self.options["init_from"] is None
+
     def memory(self) -> dict[str, int]:
         """Estimated peak, see [`training_memory`]."""
         return training_memory(
@@ -186,6 +190,7 @@ class Plan:
             length=self.data.longest(),
             num_anchors=self.options["num_anchors"],
             steps_per_batch=self.options["steps_per_batch"],
+            start_tokens=sum(ids.shape[1] for ids in self.data.sample()) if self._starts_from_target() else 0,
             target_dtype=self.dtype,
             checkpointing=self.options.get(checkpointing_argument(), False),
         )
@@ -193,6 +198,7 @@ class Plan:
     def describe(self) -> dict[str, Any]:
         """Everything about the run in plain values: sizes in bytes, times in seconds, no time where none was measured."""
         config, options = self.drafter_config, self.options
+        begin = "the target's layers" if self._starts_from_target() else "random weights"
         parameters = count_parameters(config)
         shown = ("target_layer_ids", "block_size", "markov_rank", "draft_vocab_size", "mask_token_id")
         passed = ("num_anchors", "steps_per_batch", "learning_rate", "lr_scheduler_type", "num_eval_prompts", "bf16")
@@ -213,7 +219,7 @@ class Plan:
                 "split": parameters,
                 **{name: getattr(config, name) for name in shown},
             },
-            "settings": {"started_from": _started_from(options), "batch_size": per_step}
+            "settings": {"started_from": options["init_from"] or begin, "batch_size": per_step}
             | {name: options[name] for name in passed},
             "data": self.data.describe(config.draft_vocab_size, config.vocab_size),
             "disk": run_bytes(sum(parameters.values()), SAVE_TOTAL_LIMIT) | {"free": free_bytes(self.output_dir)},
@@ -272,8 +278,6 @@ def make_plan(
     Raises:
         `ValueError`: for the first thing that is wrong, before anything takes long.
     """
-    if importlib.util.find_spec("accelerate") is None:
-        raise ValueError('Training needs accelerate. Run: pip install "longspark-hf[train]"')
     target_config = targets.load_target_config(target)
     text = target_config.get_text_config(decoder=True)
     shell = meta_target(target_config)
@@ -455,17 +459,19 @@ class _StepClock(TrainerCallback):
 
 def _mask_token_id(token: str | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     if token is None:
-        return targets.mask_token_id(tokenizer, vocab_size)
+        try:
+            return targets.mask_token_id(tokenizer, vocab_size)
+        except ValueError as error:
+            raise ValueError(
+                f"No unused token is known among the {vocab_size} of this target. Name one with --mask-token: a reserved "
+                "special token, or any other (or its id) that the target never emits."
+            ) from error
     if token.isdigit():
         return int(token)
     found = tokenizer.get_vocab().get(token)
     if found is None:
         raise ValueError(f"--mask-token {token!r} is no token of the target. Give one of its tokens, or a token id.")
     return found
-
-
-def _started_from(options: dict[str, Any]) -> str:
-    return options["init_from"] or ("the target's layers" if options["from_target"] else "random weights")
 
 
 def _world_size() -> int:

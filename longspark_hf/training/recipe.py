@@ -22,9 +22,9 @@ def meta_target(target_config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(target_config)
 
 
-def late_layer_ids(num_target_layers: int, num_layers: int = 3) -> list[int]:
-    """Every other one of the last target layers, the last included: 25, 27, 29 of 30."""
-    return sorted({max(num_target_layers - 1 - 2 * i, 0) for i in range(num_layers)})
+def late_layer_ids(num_target_layers: int, num_layers: int = 4) -> list[int]:
+    """The last target layers: 26, 27, 28 and 29 of 30."""
+    return list(range(num_target_layers))[-num_layers:]
 
 
 def recipe(target: PreTrainedModel) -> dict[str, Any]:
@@ -51,6 +51,7 @@ def recipe(target: PreTrainedModel) -> dict[str, Any]:
             "num_anchors": 512,
             "steps_per_batch": 1,
             "markov_lr_scale": 1.0,
+            "boundary_lr_scale": 1.0,
             "epochs": 10.0,
             "batch_size": None,
             "learning_rate": 6e-4,
@@ -60,6 +61,7 @@ def recipe(target: PreTrainedModel) -> dict[str, Any]:
     return {
         "config": {
             "target_layer_ids": late_layer_ids(text.num_hidden_layers),
+            "block_size": 4,  # trained briefly, a drafter is rarely right for longer
             "qk_norm": qk_norm,
             "boundary_residual": -1,
             "markov_rank": 64,
@@ -70,11 +72,13 @@ def recipe(target: PreTrainedModel) -> dict[str, Any]:
         "eval_new_tokens": 64,
         "num_simulated": 8,
         "num_anchors": 512,
-        "steps_per_batch": 4,
-        "markov_lr_scale": 3.0,
+        "steps_per_batch": 6,
+        # Block inputs start fitted to the target's layers: large steps would spoil more than they teach.
+        "learning_rate": 2e-4,
+        "markov_lr_scale": 10.0,
+        "boundary_lr_scale": 0.0,
         "epochs": 3.0,
         "batch_size": 1,
-        "learning_rate": 1e-3,
         "adam_beta2": 0.95,
     }
 
@@ -97,11 +101,10 @@ def schedule(steps: int, steps_per_batch: int) -> dict[str, Any]:
     """
     if steps_per_batch == 1:
         return {"lr_scheduler_type": "cosine", "warmup_steps": math.ceil(0.04 * steps)}
-    decay = max(steps // 4, 1)
     return {
         "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": {"num_decay_steps": decay, "decay_type": "linear"},
-        "warmup_steps": min(50, steps // 10),
+        "lr_scheduler_kwargs": {"num_decay_steps": max(3 * steps // 10, 1), "decay_type": "linear"},
+        "warmup_steps": min(100, steps // 10),
     }
 
 

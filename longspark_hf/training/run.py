@@ -53,6 +53,8 @@ class ClockCallback(TrainerCallback):
         decay (`bool`, *optional*, defaults to `False`):
             Let the learning rate fall to zero over the last quarter of `max_minutes`, where its schedule would come later.
         multiple (`int`, *optional*, defaults to 1): Act only at steps that are a multiple of this.
+
+    `max_minutes` count from when this object is made.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class ClockCallback(TrainerCallback):
     ):
         self.save_minutes, self.max_minutes, self.decay, self.multiple = save_minutes, max_minutes, decay, multiple
         self.evaluation, self.left = 0.0, 1.0
+        self.begun = self.saved = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun = self.saved = time.monotonic()
+        self.saved = time.monotonic()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
-            self.evaluation = time.monotonic() - self.begun
+            self.evaluation = time.monotonic() - self.saved
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         if self.decay:
@@ -236,6 +239,7 @@ def prepare(
     anchors_per_group: int = 32,
     steps_per_batch: int = 1,
     markov_lr_scale: float = 1.0,
+    boundary_lr_scale: float = 1.0,
     save_minutes: float | None = None,
     max_minutes: float | None = None,
     decay_by_clock: bool = False,
@@ -261,7 +265,7 @@ def prepare(
         eval_new_tokens (`int`, *optional*, defaults to 128): Tokens generated for each.
         num_simulated (`int`, *optional*, defaults to 32): Held-out conversations for the simulated metrics.
         eval_share, long_share, long_characters, max_length, max_response_length: See [`load_training_data`].
-        num_anchors, anchors_per_group, steps_per_batch, markov_lr_scale: See [`LongSparkTrainer`].
+        num_anchors, anchors_per_group, steps_per_batch, markov_lr_scale, boundary_lr_scale: See [`LongSparkTrainer`].
         save_minutes, max_minutes, decay_by_clock: See [`ClockCallback`].
         resume (`bool`, *optional*, defaults to `True`):
             Go on from the newest complete checkpoint in `output_dir`. `False` deletes the run that is there.
@@ -272,6 +276,7 @@ def prepare(
     Raises:
         `ValueError`: for data, tokenizer, drafter or folder that cannot be used; see checks.
     """
+    clock = ClockCallback(save_minutes, max_minutes, decay_by_clock, steps_per_batch)
     check_tokenizer(tokenizer, target.config, target.generation_config)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if not isinstance(data, TrainingData):
@@ -287,8 +292,6 @@ def prepare(
         drafter = LongSparkDrafter(LongSparkConfig.from_target(target.config, **wanted)).float()
         if draft_vocab_size is not None:
             drafter.draft_token_ids = frequent_tokens(data.training, draft_vocab_size, vocab_size)
-        if from_target:
-            initialize_from_target(drafter, target, data.sample())
     else:
         drafter = targets.load_drafter(str(init_from))
         check_start(str(init_from), drafter.config, wanted)
@@ -305,11 +308,14 @@ def prepare(
         "num_anchors": num_anchors,
         "steps_per_batch": steps_per_batch,
         "markov_lr_scale": markov_lr_scale,
+        "boundary_lr_scale": boundary_lr_scale,
         "num_eval_prompts": num_eval_prompts,
         "eval_new_tokens": eval_new_tokens,
     }
     settings = run_settings(drafter.config, data, args, kept)
     checkpoint = _claim_output(args, settings, drafter.num_parameters(), resume)
+    if from_target and init_from is None and checkpoint is None:
+        initialize_from_target(drafter, target, data.sample())
     args.eval_on_start = eval_first and checkpoint is None
     if args.process_index == 0:
         made_with = {
@@ -331,11 +337,8 @@ def prepare(
         anchors_per_group=anchors_per_group,
         steps_per_batch=steps_per_batch,
         markov_lr_scale=markov_lr_scale,
-        callbacks=[
-            ClockCallback(save_minutes, max_minutes, decay_by_clock, steps_per_batch),
-            KeepBest(drafter),
-            *callbacks,
-        ],
+        boundary_lr_scale=boundary_lr_scale,
+        callbacks=[clock, KeepBest(drafter), *callbacks],
     )
     return Run(trainer, checkpoint)
 

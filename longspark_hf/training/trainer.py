@@ -5,8 +5,10 @@ what an evaluation reports.
 Does not know: how views are made (views), what the loss is (loss_longspark), where data comes from (data).
 """
 
+import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from longspark_hf.target_longspark import BorrowedTarget, check_fit
 
 from .data import collate
 from .metrics import generated_tau, label_mask, possible_anchors, simulate, slot_targets, summarize
-from .views import TargetRows, anchor_groups, run_target
+from .views import Carry, TargetRows, group_views, prefix_scan, run_target, split_anchors
 
 
 # Written last: a checkpoint without it was interrupted.
@@ -35,6 +37,44 @@ class _Kept:
     """Target rows of a batch, for the steps that share it; passes through `Trainer` untouched."""
 
     rows: list[TargetRows] | None = None
+
+
+class _Total(torch.autograd.Function):
+    """A value whose gradient flows into the last summand; the other tensors get gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx, last: torch.Tensor, total: torch.Tensor, gradients: list[torch.Tensor | None], *_: torch.Tensor):
+        ctx.gradients = gradients
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None, None, *ctx.gradients
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter outside of the model's forward: itself, or put together from its shards, differentiable."""
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    mesh = parameter.device_mesh
+    full = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full.requires_grad:
+        full.register_hook(lambda gradient: gradient / mesh.size())  # the mean over processes, as of all gradients
+    return full
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Most memory so far: `peak_memory_bytes` of tensors on a GPU, `peak_rss_bytes` of the whole process on a CPU."""
+    if device.type == "cuda":
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 class LongSparkTrainer(Trainer):
@@ -61,7 +101,11 @@ class LongSparkTrainer(Trainer):
         eval_new_tokens (`int`, *optional*, defaults to 128): Tokens per prompt of `eval_prompts`.
         kwargs (`Any`): For `Trainer`.
 
-    Anchors depend on `args.seed`, the step and the process alone, so that a resumed run repeats them.
+    Raises:
+        `ValueError`: under DeepSpeed, or version 1 of FSDP.
+
+    Anchors depend on `args.seed`, the step and the process alone, so that a resumed run repeats them. Activations exist
+    for one group of anchors at a time, so that memory does not grow with `num_anchors`.
     """
 
     loss_is_scaled_for_ga = True
@@ -87,12 +131,19 @@ class LongSparkTrainer(Trainer):
         drafter.boundary_fusion.fc1.requires_grad_(boundary_lr_scale != 0)
         args.remove_unused_columns = False
         args.label_names = []
-        # Processes differ in the number of drafter passes per step, so none may hold a collective of its own.
-        args.ddp_broadcast_buffers = False
         args.ddp_find_unused_parameters = False
         super().__init__(
             drafter, args, data_collator=collate, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+            kind = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP version 1"
+            raise ValueError(
+                f"LongSparkTrainer runs several backward passes per batch, which {kind} does not allow. Use plain data "
+                "parallelism (`accelerate launch --multi_gpu`) or `--use_fsdp --fsdp_version 2`."
+            )
+        if self.is_fsdp_enabled:
+            drafter.get_input_embeddings = lambda: None  # accelerate asks; the drafter borrows the target's
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs take several processes: `DataParallel` cannot split the views
         self.model_accepts_loss_kwargs = False
         self.target = target.requires_grad_(False).eval()
         if getattr(target, "hf_device_map", None) is None:
@@ -136,15 +187,20 @@ class LongSparkTrainer(Trainer):
                 batch["rows"] = _Kept()
         self._batches = batches if self.steps_per_batch > 1 else []
 
-        total = torch.zeros((), dtype=torch.float32)
-        for batch in batches:
+        sums = torch.zeros(1 + len(batches), dtype=torch.float32)  # weights, then passes of the drafter by batch
+        for number, batch in enumerate(batches, 1):
             batch["anchors"] = [anchors[share :: self.steps_per_batch] for anchors in batch["drawn"]]
             for mask, anchors in zip(batch["response_mask"], batch["anchors"]):
-                total = total + self._label_weights(mask.cpu(), anchors).sum()
+                sums[0] += self._label_weights(mask.cpu(), anchors).sum()
+                sums[number] += len(split_anchors(anchors.tolist(), self.anchors_per_group))
                 self.num_anchors_seen += len(anchors)
-        total = total.to(device)
-        total = self.accelerator.gather(total).sum() if self.args.world_size > 1 else total
+        everyones = sums.to(device)[None]
+        everyones = self.accelerator.gather(everyones) if self.args.world_size > 1 else everyones
+        # Every process makes as many passes as the busiest, and one at least: passes and gradients are collective.
+        for batch, count in zip(batches, everyones[:, 1:].amax(dim=0).tolist()):
+            batch["num_passes"] = max(int(count), 1)
         # A share may be empty at the very end of short responses.
+        total = everyones[:, 0].sum()
         return batches, total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def _draw(self, response_mask: torch.Tensor, generator: torch.Generator) -> torch.LongTensor:
@@ -188,6 +244,8 @@ class LongSparkTrainer(Trainer):
             model (`nn.Module`): The drafter, perhaps wrapped for data parallelism.
             inputs (`dict`): A collated batch with `anchors` from [`~LongSparkTrainer.get_batch_samples`].
             num_items_in_batch (`torch.Tensor`): That sum.
+
+        Where gradients are on, those of all passes but the last are in the parameters already when this returns.
         """
         drafter = self.accelerator.unwrap_model(model)
         kept = inputs["rows"]
@@ -196,28 +254,57 @@ class LongSparkTrainer(Trainer):
             if self.steps_per_batch > 1:
                 for rows in kept.rows:
                     rows.probabilities = self._probabilities(rows, drafter)
-        losses = []
-        for rows, mask, anchors in zip(kept.rows, inputs["response_mask"], inputs["anchors"]):
-            for group, views in anchor_groups(drafter, rows, anchors.tolist(), self.anchors_per_group):
-                slots = slot_targets(rows, group, drafter.config.block_size)
-                counted = label_mask(mask, slots.pop("label_rows"))
-                output = model(
-                    cache=views,
-                    target=self.borrowed,
-                    target_hidden_states=rows.hidden_states,
-                    probabilities=rows.probabilities,
-                    label_mask=counted,
-                    num_items_in_batch=num_items_in_batch,
-                    **slots,
-                )
-                losses.append(output.loss)
-        if not losses:  # a loss without anchors must still have gradients, all zero
-            losses = [0.0 * parameter.sum() for parameter in drafter.parameters()]
+        queries = whole(drafter.summary_queries)
+        passes = self._passes(drafter.config, queries, inputs)
         if self.steps_per_batch == 1:
             kept.rows = None
-        # Data parallelism averages gradients over processes; the sum is already divided by all processes' weights.
-        loss = sum(losses) * self.accelerator.num_processes
+
+        def pass_loss(rows: TargetRows, mask: torch.Tensor, group: list[int], carry: Carry, queries: torch.Tensor):
+            slots = slot_targets(rows, group, drafter.config.block_size)
+            output = model(
+                cache=group_views(drafter.config, queries, rows, group, carry),
+                target=self.borrowed,
+                target_hidden_states=rows.hidden_states,
+                probabilities=rows.probabilities,
+                label_mask=label_mask(mask, slots.pop("label_rows")),
+                num_items_in_batch=1.0,
+                **slots,
+            )
+            # Divided out here: FSDP would round what it is given to bf16. Data parallelism averages gradients over
+            # processes, but the divisor is the weight of all of them already.
+            return output.loss * self.accelerator.num_processes / num_items_in_batch
+
+        # All passes but the last go backward at once, up to what they share: the scan over the sequence. The last one's
+        # backward pass, which is the caller's, goes through the scan too and exchanges gradients between processes.
+        total, shared, leaves = 0.0, [queries], [queries.detach().requires_grad_()]
+        for rows, mask, group, carry in passes[:-1]:
+            cut = [tuple(t.detach().requires_grad_() for t in layer) for layer in carry]
+            with getattr(model, "no_sync", contextlib.nullcontext)():
+                loss = pass_loss(rows, mask, group, cut, leaves[0])
+                if torch.is_grad_enabled():
+                    self.accelerator.backward(loss)
+            total = total + loss.detach()
+            shared += [t for layer in carry for t in layer]
+            leaves += [t for layer in cut for t in layer]
+        last = pass_loss(*passes[-1], queries)
+        loss = _Total.apply(last, total + last.detach(), [leaf.grad for leaf in leaves], *shared)
         return (loss, {}) if return_outputs else loss
+
+    def _passes(self, config: LongSparkConfig, queries: torch.Tensor, inputs: dict[str, Any]) -> list[tuple]:
+        """Passes of the drafter over a batch: rows, mask of what is learned, anchors, summaries before them."""
+        passes = []
+
+        def add(rows: TargetRows, mask: torch.Tensor, groups: list[list[int]]) -> None:
+            carries = prefix_scan(config, queries, rows, [group[0] for group in groups])
+            passes.extend((rows, mask, *both) for both in zip(groups, carries))
+
+        sequences = list(zip(inputs["rows"].rows, inputs["response_mask"], inputs["anchors"]))
+        for rows, mask, anchors in sequences:
+            add(rows, mask, split_anchors(anchors.tolist(), self.anchors_per_group))
+        while len(passes) < inputs["num_passes"]:  # another process has more; these count for nothing
+            rows, mask, _ = sequences[0]
+            add(rows, torch.zeros_like(mask), [[min(1, len(rows.input_ids) - 1)]])
+        return passes
 
     def _probabilities(self, rows: TargetRows, drafter: LongSparkDrafter) -> torch.Tensor:
         dtype = at_least_fp32(drafter.dtype)
@@ -238,7 +325,7 @@ class LongSparkTrainer(Trainer):
             `dict`: see [`summarize`].
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        drafter = self.accelerator.unwrap_model(self.model)
+        drafter = self._whole_drafter()
         was_training = drafter.training
         drafter.eval()
         world, rank = self.args.world_size, self.args.process_index
@@ -246,6 +333,8 @@ class LongSparkTrainer(Trainer):
         def sequences():
             for index in range(rank, len(dataset), world):
                 inputs = self._prepare_inputs(collate([dataset[index]]))
+                if not len(possible_anchors(inputs["response_mask"][0])):
+                    continue  # a response of one token has no round
                 yield self.run_target(inputs)[0], inputs["response_mask"][0], dataset[index]["temperature"]
 
         # Evaluation must not move the random state that training continues with.
@@ -259,10 +348,28 @@ class LongSparkTrainer(Trainer):
                     self.target, drafter, self.eval_prompts, self.eval_new_tokens, do_sample=False
                 )
         metrics[f"{metric_key_prefix}_anchors_seen"] = self.num_anchors_seen
+        metrics |= {f"{metric_key_prefix}_{name}": peak for name, peak in peak_memory(self.args.device).items()}
         drafter.train(was_training)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _whole_drafter(self) -> LongSparkDrafter:
+        """The drafter to evaluate; a copy where it is sharded, as processes evaluate on their own."""
+        drafter = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if not self.is_fsdp_enabled:
+            return drafter
+        state = {name: whole(t.detach()) for name, t in drafter.state_dict().items()}
+        with torch.device("meta"):
+            copy = LongSparkDrafter(drafter.config)
+        copy.load_state_dict(state, assign=True)
+        return copy
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer.log`; the last entry of a training has the peak memory too."""
+        if "train_runtime" in logs:
+            logs |= peak_memory(self.args.device)
+        super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

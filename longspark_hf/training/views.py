@@ -143,6 +143,71 @@ class AnchorViews:
     layers: list[AnchorLayerViews]
 
 
+# Summary values and log-sum-exp of the rows before a group of anchors, per layer.
+Carry = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def prefix_scan(config: LongSparkConfig, queries: torch.Tensor, rows: TargetRows, ends: list[int]) -> list[Carry]:
+    r"""
+    Summaries of several prefixes of a sequence, in one scan: each is carried on to the next.
+
+    Args:
+        config ([`LongSparkConfig`]): Of the drafter.
+        queries (`torch.Tensor` of shape `(num_hidden_layers, num_attention_heads, num_summary_queries, head_dim)`):
+            The summary queries; the result is differentiable in them. What that keeps grows with the length alone.
+        rows ([`TargetRows`]): The sequence.
+        ends (`list[int]`): Lengths of the prefixes, in increasing order.
+    """
+    dtype, device = torch.promote_types(rows.keys[0].dtype, torch.float32), rows.hidden_states.device
+    shape = (1, config.num_attention_heads, config.num_summary_queries)
+    carry = [
+        (
+            torch.zeros((*shape, config.head_dim), dtype=dtype, device=device),
+            torch.full(shape, -torch.inf, dtype=dtype, device=device),
+        )
+        for _ in rows.keys
+    ]
+    carries = []
+    for start, end in zip([0, *ends], ends):
+        carry = [
+            fold_rows(layer_queries, keys[None, :, start:end], values[None, :, start:end], *before)
+            for layer_queries, keys, values, before in zip(queries, rows.keys, rows.values, carry, strict=True)
+        ]
+        carries.append(carry)
+    return carries
+
+
+def group_views(
+    config: LongSparkConfig, queries: torch.Tensor, rows: TargetRows, group: list[int], carry: Carry
+) -> AnchorViews:
+    """
+    Views at a group of anchors.
+
+    Args:
+        config, queries, rows: As for [`prefix_scan`].
+        group (`list[int]`): Indices of the anchors in increasing order, each at least 1.
+        carry (`Carry`): Summaries of the rows before the first of them.
+    """
+    device, count = rows.hidden_states.device, len(group)
+    first, last = group[0], group[-1]
+    low = max(first - config.window_size, 0)
+    index = torch.tensor(group, device=device)
+    row = torch.arange(low, last, device=device)
+    window = (row < index[:, None]) & (row >= index[:, None] - config.window_size)
+    inner = torch.arange(first, last, device=device) < index[:, None]
+
+    layers = []
+    for layer_queries, keys, values, before in zip(queries, rows.keys, rows.values, carry, strict=True):
+        keys, values = keys[None], values[None]
+        summary, lse = (t.expand(count, *t.shape[1:]) for t in before)
+        if last > first:
+            own = (t[:, :, first:last].expand(count, -1, -1, -1) for t in (keys, values))
+            summary, lse = fold_rows(layer_queries, *own, summary, lse, inner)
+        seen = (t[:, :, low:last].expand(count, -1, -1, -1) for t in (keys, values))
+        layers.append(AnchorLayerViews(*seen, window, summary))
+    return AnchorViews(rows.boundaries[index - 1], layers)
+
+
 def anchor_groups(
     drafter: LongSparkDrafter, rows: TargetRows, anchors: list[int], anchors_per_group: int = 32
 ) -> Iterator[tuple[list[int], AnchorViews]]:
@@ -162,36 +227,12 @@ def anchor_groups(
     Returns:
         `Iterator[tuple(list[int], AnchorViews)]`
     """
-    config, device = drafter.config, rows.hidden_states.device
-    dtype = torch.promote_types(rows.keys[0].dtype, torch.float32)
-    shape = (1, config.num_attention_heads, config.num_summary_queries)
-    carry = [
-        (
-            torch.zeros((*shape, config.head_dim), dtype=dtype, device=device),
-            torch.full(shape, -torch.inf, dtype=dtype, device=device),
-        )
-        for _ in rows.keys
-    ]
-    done = 0
-    for start in range(0, len(anchors), anchors_per_group):
-        group = anchors[start : start + anchors_per_group]
-        first, last = group[0], group[-1]
-        low = max(first - config.window_size, 0)
-        index = torch.tensor(group, device=device)
-        row = torch.arange(low, last, device=device)
-        window = (row < index[:, None]) & (row >= index[:, None] - config.window_size)
-        inner = torch.arange(first, last, device=device) < index[:, None]
+    groups = split_anchors(anchors, anchors_per_group)
+    config, queries = drafter.config, drafter.summary_queries
+    for group, carry in zip(groups, prefix_scan(config, queries, rows, [group[0] for group in groups])):
+        yield group, group_views(config, queries, rows, group, carry)
 
-        layers = []
-        for layer, (keys, values) in enumerate(zip(rows.keys, rows.values, strict=True)):
-            queries, count = drafter.summary_queries[layer], len(group)
-            keys, values = keys[None], values[None]
-            carry[layer] = fold_rows(queries, keys[:, :, done:first], values[:, :, done:first], *carry[layer])
-            summary, lse = (t.expand(count, *t.shape[1:]) for t in carry[layer])
-            if last > first:
-                own = (t[:, :, first:last].expand(count, -1, -1, -1) for t in (keys, values))
-                summary, lse = fold_rows(queries, *own, summary, lse, inner)
-            seen = (t[:, :, low:last].expand(count, -1, -1, -1) for t in (keys, values))
-            layers.append(AnchorLayerViews(*seen, window, summary))
-        done = first
-        yield group, AnchorViews(rows.boundaries[index - 1], layers)
+
+def split_anchors(anchors: list[int], anchors_per_group: int) -> list[list[int]]:
+    """Anchors of a sequence in groups, one for each pass of the drafter."""
+    return [anchors[i : i + anchors_per_group] for i in range(0, len(anchors), anchors_per_group)]
