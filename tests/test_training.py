@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 
 from longspark_hf import LongSparkDrafter
 from longspark_hf.loss_longspark import slot_weights
@@ -286,9 +286,8 @@ def test_memory_of_a_step_does_not_grow_with_the_anchors(tmp_path):
 
 
 def test_a_target_with_a_device_map_stays_where_it_is(tmp_path, monkeypatch):
-    targets.build("llama").save_pretrained(tmp_path / "target")
-    target = LlamaForCausalLM.from_pretrained(tmp_path / "target", device_map={"": "cpu"})
-    assert target.hf_device_map == {"": torch.device("cpu")} or target.hf_device_map == {"": "cpu"}
+    target = targets.build("llama")
+    target.hf_device_map = {"": "cpu"}  # `from_pretrained` leaves it where it splits a target over devices
     monkeypatch.setattr(target, "to", lambda *_: pytest.fail("the target was moved"))
     losses, _ = trained(target, tmp_path)
     assert len(losses) == 2

@@ -19,9 +19,10 @@ from transformers import TrainingArguments
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.evaluation.provenance import provenance, write_result
 from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_target, mask_token_id
+from longspark_hf.target_longspark import BorrowedTarget
 from longspark_hf.training.corpus import load_training_data
 from longspark_hf.training.data import ConversationDataset, frequent_tokens, join_samples, read_samples
-from longspark_hf.training.initialize import initialize_from_target
+from longspark_hf.training.initialize import fit_block_inputs, initialize_from_target
 from longspark_hf.training.metrics import simulate, summarize
 from longspark_hf.training.trainer import LongSparkTrainer
 from longspark_hf.training.views import TargetRows, run_target
@@ -52,14 +53,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers (28, 29)": {"target_layer_ids": [28, 29]},
     "whole vocabulary": {"draft_vocab_size": None},
 }
+INPUTS = ("boundary_fusion.", "input_mapping.", "position_embedding.")
+FITTED: dict[tuple, dict[str, torch.Tensor]] = {}
 
 
 class SharedTarget:
     """The target's rows of every conversation, made once and cut to the layers a variant reads."""
 
     def __init__(self, target, config: LongSparkConfig):
-        from longspark_hf.target_longspark import BorrowedTarget
-
         self.target, self.config = target, config
         self.borrowed = BorrowedTarget.of(target, config)
         self.kept: dict[tuple[int, ...], TargetRows] = {}
@@ -102,7 +103,14 @@ def make_drafter(target, tokenizer, data, change: dict[str, Any]) -> LongSparkDr
         drafter.draft_token_ids = frequent_tokens(data.training, fields["draft_vocab_size"], target.config.vocab_size)
     start = change.get("start")
     if start != "random":
-        initialize_from_target(drafter, target, data.sample(8192) if start is None else [])
+        initialize_from_target(drafter, target, data.sample(2000) if start is None else [])
+    if start is None:
+        # The same fit serves all variants that read the same states.
+        key = (*fields["target_layer_ids"], fields["boundary_residual"])
+        if key not in FITTED:
+            fit_block_inputs(drafter, target, data.sample())
+            FITTED[key] = {n: p.clone() for n, p in drafter.state_dict().items() if n.startswith(INPUTS)}
+        drafter.load_state_dict(FITTED[key], strict=False)
     with torch.no_grad():
         if change.get("without") == "boundary":
             drafter.boundary_fusion.fc1.weight.zero_()  # and stays so, see the learning rate below
@@ -129,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--data", required=True, help="JSONL of prompt, response, temperature; the last 5% is held out"
     )
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of every variant")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of every variant")
     parser.add_argument("--short", type=int, default=16, help="held-out conversations")
     parser.add_argument("--long", type=int, default=2, help="held-out conversations of about 3,000 tokens")
     parser.add_argument("--only", nargs="*", help="names of variants")

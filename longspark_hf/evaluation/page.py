@@ -117,7 +117,7 @@ class _Row(dict):
 
 def columns_table(columns: list[tuple[str, Callable[[dict[str, Any]], str]]], rows: list[dict[str, Any]]) -> Table:
     """A table from columns, each a header on two lines and what makes a cell of a row."""
-    header = [name.replace("-\n", "-").replace("\n", " ") for name, _ in columns]
+    header = [name.replace("-\n", "-").replace("\n", " ").strip() for name, _ in columns]
     return Table(header, [[cell(row) for _, cell in columns] for row in rows])
 
 

@@ -99,6 +99,8 @@ def draft_and_state(rows: list[dict[str, Any]]) -> "Figure":
     """
     contexts = sorted({row["context"] for row in rows})
     with _figure(2) as (figure, panels):
+        from matplotlib.ticker import LogLocator, NullLocator
+
         for axes, key, scale in zip(panels, ("draft_ms", "state_bytes"), (1.0, 2**20)):
             values = []
             for method in dict.fromkeys(row["method"] for row in rows):
@@ -110,7 +112,10 @@ def draft_and_state(rows: list[dict[str, Any]]) -> "Figure":
                     axes.plot(lengths, heights, style, color=COLORS.get(method), label=LABELS.get(method, method))
                     values += heights
             _context_axis(axes, contexts)
-            axes.set(yscale="log", ylim=(min(values) / 2, max(values) * 3))  # a flat line is to look flat
+            axes.set(yscale="log", ylim=(min(values) / 2, max(values) * 5))  # a flat line is to look flat
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axes.yaxis.set_minor_locator(NullLocator())
             axes.legend(fontsize=8, loc="upper left")
         panels[0].set(title="Draft pass", ylabel="milliseconds")
         panels[1].set(title="Drafter state", ylabel="MiB")
@@ -135,7 +140,7 @@ def round_cost(rows: list[dict[str, Any]]) -> "Figure":
             title="A round: verification (light) and draft (full)", xlabel="context, tokens", ylabel="plain steps"
         )
         axes.grid(axis="x", visible=False)
-        axes.legend(fontsize=8)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -171,14 +176,13 @@ def speedup_by_task(rows: list[dict[str, Any]]) -> "Figure":
             at = [x + (place - (len(methods) - 1) / 2) * width for x, _ in own]
             bars = axes.bar(at, heights, 0.9 * width, color=COLORS.get(method), label=LABELS.get(method, method))
             axes.errorbar(at, heights, spread, fmt="none", ecolor="black", elinewidth=0.8)
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=3)
+            axes.bar_label(bars, fmt="%.2f", fontsize=7, color="white", label_type="center")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xticks(range(len(cases)), cases, rotation=20 if len(cases) > 3 else 0)
         axes.set(title="Speedup over plain generate (line: as fast)", ylabel="times")
         axes.grid(axis="x", visible=False)
-        axes.margins(y=0.15)
         if methods:
-            axes.legend(fontsize=8)
+            figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     return figure
 
 
