@@ -188,6 +188,8 @@ class Measurement:
         tokens = [1, *sorted({method.verified_tokens for method in self.methods.values()})]  # 1: a plain step
         for context in self.sweep.contexts:
             for name, method in self.methods.items():
+                method.draft(context)  # not timed: what ran before, a long verification perhaps, must not matter
+                method.restore(context)
                 times[f"draft {name} {context}"] = timed_ms(lambda m=method, c=context: m.draft(c), self.device)
                 method.restore(context)
             for number in tokens:

@@ -65,9 +65,10 @@ def training_memory(
 
     Returns:
         `dict`: `target`, `drafter`, `gradients` and `optimizer` (AdamW) in fp32; `target_rows`, what one pass of the
-        target leaves for all anchors; `activations` of the drafter kept for the backward pass; `logits` of a chunk; `start`,
-        which fitting block inputs needs before all of these but the weights; and the `total`, the larger of both.
-        The three that depend on `length` are upper bounds: anchors spread over the whole conversation, none in bf16.
+        target leaves for all anchors; `activations` kept for the backward pass of one group of anchors and of the scan over
+        the sequence; `logits` of a chunk; `start`, which fitting the block inputs takes beside the weights before any of
+        the others are there; and the `total` of the larger of both. What depends on `length` is an upper bound: anchors
+        spread over the whole conversation, no activation in bf16.
     """
     n, hidden, heads, dim = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim
     kv_heads, block, summary = config.num_key_value_heads, config.block_size, config.num_summary_queries
@@ -89,10 +90,9 @@ def training_memory(
     layer = slots * (6 * hidden + 4 * config.intermediate_size + 4 * heads * dim) + windows + scores
     # The loss keeps the logits of its slots where they are few, else it makes them again chunk by chunk.
     kept_logits = 3 * slots * proposed if slots * proposed <= KEPT_LOGITS else 0
-    if checkpointing:
-        activations = num_groups * (n * (slots * hidden + own_rows) + slots * 8 * hidden + kept_logits) + layer
-    else:
-        activations = num_groups * (n * (layer + own_rows) + slots * 8 * hidden + kept_logits)
+    layers = n * slots * hidden + layer if checkpointing else n * layer
+    scan = n * length * (3 * heads * summary + 2 * kv_heads * dim)
+    activations = layers + n * own_rows + slots * 8 * hidden + kept_logits + scan
 
     text = target_config.get_text_config(decoder=True)
     widest = max(3 * text.intermediate_size, 2 * heads * dim + 4 * hidden)

@@ -437,7 +437,7 @@ def measure(plan: Plan, target: PreTrainedModel) -> Speed:
         simulation = time.perf_counter() - start
         start = time.perf_counter()
         if prompts:
-            generated_tau(trainer.target, trainer.accelerator.unwrap_model(trainer.model), prompts[:1], NUM_TOKENS)
+            generated_tau(trainer.target, trainer._whole_drafter(), prompts[:1], NUM_TOKENS)
         token = (time.perf_counter() - start) / NUM_TOKENS
     speed = [Speed(micro_step * plan.options["gradient_accumulation_steps"], simulation, token)]
     if torch.distributed.is_initialized():  # what follows from it must be the same everywhere

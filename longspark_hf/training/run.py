@@ -142,10 +142,11 @@ class KeepBest(TrainerCallback):
 
     METRICS = ("eval_tau", "eval_simulated_tau_greedy", "eval_simulated_tau")
 
-    def __init__(self, drafter: LongSparkDrafter):
-        self.drafter = drafter
+    def __init__(self, trainer: LongSparkTrainer):
+        self.trainer = trainer
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        drafter = self.trainer._whole_drafter()  # by all processes, where it is sharded
         if not state.is_world_process_zero:
             return
         metrics = metrics | {"step": state.global_step}
@@ -156,7 +157,7 @@ class KeepBest(TrainerCallback):
         if metric is not None and metrics[metric] > best.get(metric, -1.0):
             # Written aside and moved into place whole: a kill never leaves half a drafter.
             scratch = folder.with_name(f"{BEST}.new")
-            self.drafter.save_pretrained(scratch)
+            drafter.save_pretrained(scratch)
             (scratch / file.name).write_text(json.dumps(metrics, indent=2) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
             scratch.rename(folder)
@@ -300,8 +301,6 @@ def prepare(
             drafter.set_draft_vocabulary(frequent_tokens(data.training, draft_vocab_size, vocab_size))
 
     args = TrainingArguments(output_dir=str(output_dir), **arguments)
-    if args.n_gpu > 1:
-        args._n_gpu = 1  # several GPUs are for `accelerate launch`; DataParallel could not split a drafter's views
     kept = {
         "init_from": None if init_from is None else str(init_from),
         "from_target": from_target,
@@ -338,8 +337,9 @@ def prepare(
         steps_per_batch=steps_per_batch,
         markov_lr_scale=markov_lr_scale,
         boundary_lr_scale=boundary_lr_scale,
-        callbacks=[clock, KeepBest(drafter), *callbacks],
+        callbacks=[clock, *callbacks],
     )
+    trainer.add_callback(KeepBest(trainer))
     return Run(trainer, checkpoint)
 
 
