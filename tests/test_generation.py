@@ -104,7 +104,9 @@ def test_greedy_output_is_the_targets_on_a_static_cache(built, plain_200, prompt
     assert int(cache_of(output).get_seq_length()) == length - 1
 
 
-@pytest.mark.parametrize("without", [("window_size",), ("num_summary_queries",), ("window_size", "num_summary_queries")])
+@pytest.mark.parametrize(
+    "without", [("window_size",), ("num_summary_queries",), ("window_size", "num_summary_queries")]
+)
 def test_a_drafter_without_some_of_its_views_leaves_the_output_alone(qwen3, prompt, without):
     plain = generate(qwen3, prompt)
     drafter = random_drafter(qwen3, **dict.fromkeys(without, 0))

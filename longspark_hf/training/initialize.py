@@ -32,11 +32,11 @@ def initialize_from_target(
         drafter ([`LongSparkDrafter`]): Changed in place.
         target (`PreTrainedModel`): The target.
         sequences (`Sequence[torch.LongTensor]` of shape `(1, length)` each, *optional*):
-            Typical token ids. Summary queries then start as queries the target's layers make over the first one, and
-            block inputs by [`fit_block_inputs`] over all.
+            Typical token ids. Block inputs then start by [`fit_block_inputs`] over them.
 
     Returns:
-        `list[str]`: names of the parameters that were set.
+        `list[str]`: names of the parameters that were set. Summary queries keep their random start: those of the target's
+        own layers would draw attention to the summary that the copied layers do not expect, and measured worse.
     """
     config = drafter.config
     borrowed = BorrowedTarget.of(target, config)
@@ -47,8 +47,6 @@ def initialize_from_target(
             if name in source and source[name].shape == parameter.shape:
                 parameter.copy_(source[name])
                 done.append(f"layers.{index}.{name}")
-    if len(sequences) and _queries_from_target(drafter, target, borrowed, sequences[0]):
-        done.append("summary_queries")
     if len(sequences):
         fit_block_inputs(drafter, target, sequences)
         done += [name for name, _ in drafter.named_parameters() if "_fusion." in name or "input_mapping." in name]
@@ -164,29 +162,3 @@ def _entering_states(
         handle.remove()
     token_ids, boundaries, states = (torch.cat(part) for part in zip(*parts))
     return token_ids, boundaries, states
-
-
-def _queries_from_target(
-    drafter: LongSparkDrafter, target: PreTrainedModel, borrowed: BorrowedTarget, input_ids: torch.LongTensor
-) -> bool:
-    config, taken, handles = drafter.config, {}, []
-    for index, layer_id in enumerate(config.target_layer_ids):
-        projection = getattr(getattr(borrowed.layers[layer_id], "self_attn", None), "q_proj", None)
-        if projection is None:
-            return False
-        handles.append(projection.register_forward_hook(lambda _m, _a, out, index=index: taken.update({index: out})))
-    try:
-        target.get_decoder()(input_ids=input_ids.to(target.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    length = input_ids.shape[1]
-    rows = torch.linspace(length // 4, length - 1, config.num_summary_queries).long()
-    for index, queries in taken.items():
-        queries = queries[0, rows.to(queries.device)].unflatten(-1, (-1, config.head_dim))
-        norm = getattr(borrowed.layers[config.target_layer_ids[index]].self_attn, "q_norm", None)
-        queries = queries if norm is None else norm(queries)
-        if queries.shape[1] != config.num_attention_heads:
-            return False
-        drafter.summary_queries[index] = queries.transpose(0, 1).to(drafter.summary_queries)
-    return True
