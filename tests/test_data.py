@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from longspark_hf.cli import app
 from longspark_hf.evaluation.targets import device_and_dtype
-from longspark_hf.training.data import Sample, join_samples, read_samples, tokenize
+from longspark_hf.training.data import Sample, read_samples, tokenize
 from longspark_hf.training.documents import document_prompts, read_documents
 from longspark_hf.training.journal import ResumableJsonl
 from longspark_hf.training.prompts import Prompt, open_template, read_prompts
@@ -351,13 +351,6 @@ def test_a_response_that_was_cut_off_has_no_end_token(tokenizer):
     whole, cut = (tokenize([Sample(message, "abc", complete=c)], tokenizer) for c in (True, False))
     assert whole["input_ids"] == cut["input_ids"] + [tokenizer.eos_token_id]
     assert sum(whole["response_mask"]) == sum(cut["response_mask"]) + 1 == 4
-
-
-def test_no_turn_follows_a_response_that_was_cut_off(tokenizer):
-    message = [{"role": "user", "content": "q"}]
-    turns = [Sample(message, text, complete=text != "cut") for text in ("one", "cut", "two", "three")]
-    joined = join_samples(turns, 1000)
-    assert [[s.response for s in conversation] for conversation in joined] == [["one", "cut"], ["two", "three"]]
 
 
 @pytest.mark.parametrize("name", ["complete", "thinking"])

@@ -496,4 +496,6 @@ def test_responses_are_masked_up_to_and_including_the_end_token():
     learned = [chr(i) for i, counts in zip(item["input_ids"], item["response_mask"]) if counts]
     assert "".join(learned) == "HI|YO|"
     cut = tokenize(samples, Letters(), max_response_length=2)
-    assert "".join(map(chr, cut["input_ids"])) == "u:hi|\na:HI"
+    assert "".join(map(chr, cut["input_ids"])) == "u:hi|\na:HI|\nu:yo|\na:YO"
+    learned = [chr(i) for i, counts in zip(cut["input_ids"], cut["response_mask"]) if counts]
+    assert "".join(learned) == "HIYO"  # the end token between the turns stands there, but is not what the target said

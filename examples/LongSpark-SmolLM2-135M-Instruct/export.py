@@ -37,19 +37,19 @@ target's, whatever it proposes.
 {rows}
 
 τ is the mean number of tokens committed per round of `generate`, at most {most}; here over {prompts} prompts a set and
-{new_tokens} new tokens each. All figures on this page: `results.json` and `ablations.json`, {dtype} on {device}, torch {torch},
+{new_tokens} new tokens each. All figures on this page: the JSON files beside it, {dtype} on {device}, torch {torch},
 transformers {transformers}, {date}.
 
 ## Training
 
-{anchors:,} anchors in {steps:,} optimizer steps over self-generated conversations of the target, the last 5% held out; a tenth
-of the samples joined to contexts of about 3K tokens. Draft layers read target layers {layers}; the drafter proposes only the
-{vocabulary:,} most frequent tokens of the data.
+{anchors:,} anchors in {steps:,} optimizer steps over self-generated conversations of the target, the last 5% held out. Draft
+layers read target layers {layers}; the drafter proposes only the {vocabulary:,} most frequent tokens of the data.
 
 | steps | anchors seen | τ at T = 0 on 8 held-out prompts | simulated τ at T = 0.7 and 1 |
 |--:|--:|--:|--:|
 {progress}
-
+"""
+ABLATIONS = """
 What each part is worth, {ablation_steps} steps ({ablation_anchors:,} anchors) for every variant; simulated τ on held-out
 conversations of some hundred and of about {long_tokens:,} tokens:
 
@@ -116,7 +116,6 @@ def main() -> None:
 
 def write_card(config: LongSparkConfig, parameters: int, result: dict) -> None:
     """The card, from result files alone."""
-    ablations = json.loads((FOLDER / "ablations.json").read_text())
     metrics, source = result["training"]["metrics_of_the_best_checkpoint"], result["provenance"]
     card = CARD.format(
         target=SMOLLM2_HUB_ID,
@@ -133,17 +132,26 @@ def write_card(config: LongSparkConfig, parameters: int, result: dict) -> None:
             f"| {e['step']:,} | {e['eval_anchors_seen']:,} | {e['eval_tau']:.2f} | {e['eval_simulated_tau']:.2f} |"
             for e in result["evaluations"]
         ),
+        **{key: source[key] for key in ("device", "dtype", "torch", "transformers", "date")},
+    )
+    if (FOLDER / "ablations.json").exists():
+        card += ablations_section(json.loads((FOLDER / "ablations.json").read_text()))
+    (FOLDER / "README.md").write_text(card, encoding="utf-8")
+
+
+def ablations_section(ablations: dict) -> str:
+    """What each part is worth, as Markdown."""
+    long = ablations["long_conversations"]
+    return ABLATIONS.format(
         ablation_steps=ablations["steps"],
         ablation_anchors=ablations["rows"][0]["anchors"],
-        long_tokens=round(sum(ablations["long_conversations"]["tokens"]) / ablations["long_conversations"]["number"]),
+        long_tokens=round(sum(long["tokens"]) / long["number"]),
         ablations="\n".join(
             f"| {r['variant']} | {r['short_simulated_tau']:.2f} | {r['long_simulated_tau']:.2f} | "
             f"{r['short_accepted_1']:.3f} | {r['long_accepted_1']:.3f} | {r['parameters'] / 1e6:.1f}M |"
             for r in ablations["rows"]
         ),
-        **{key: source[key] for key in ("device", "dtype", "torch", "transformers", "date")},
     )
-    (FOLDER / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

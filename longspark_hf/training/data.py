@@ -140,9 +140,7 @@ def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sa
 
     Args:
         samples (`Sequence[Sample]`): In the order to join.
-        num_characters (`int`):
-            A conversation is closed when it has reached this length, or with a response that was cut off: no turn can
-            follow one.
+        num_characters (`int`): A conversation is closed when it has reached this length.
 
     Returns:
         `list[list[Sample]]`: Conversations; the target judges each response in the context it then has.
@@ -150,7 +148,7 @@ def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sa
     conversations: list[list[Sample]] = [[]]
     length = 0
     for sample in samples:
-        if length >= num_characters or (conversations[-1] and not conversations[-1][-1].complete):
+        if length >= num_characters:
             conversations.append([])
             length = 0
         conversations[-1].append(sample)
@@ -173,8 +171,8 @@ def tokenize(
         tokenizer (`PreTrainedTokenizerBase`): Of the target. Without a chat template, prompts are taken as plain text.
         max_length (`int`, *optional*, defaults to 4096): Tokens after this are cut.
         max_response_length (`int`, *optional*):
-            Responses of at least so many tokens are taken as cut off there and carry no end-of-sequence token, like
-            those of samples that are not `complete`.
+            Responses of at least so many tokens are taken as cut off there, like those of samples that are not `complete`.
+            No end-of-sequence token is learned after them; where another turn follows, one stands there unlearned.
         template_kwargs (`Any`): For the chat template, besides `enable_thinking`, which the sample knows.
 
     Returns:
@@ -196,10 +194,13 @@ def tokenize(
         response_ids = tokenizer(sample.response, add_special_tokens=False)["input_ids"]
         within = max_response_length is None or len(response_ids) < max_response_length
         complete = sample.complete and within
-        response_ids = response_ids + [tokenizer.eos_token_id] if complete else response_ids[:max_response_length]
+        response_ids = response_ids[:max_response_length]
         input_ids += prompt_ids["input_ids"] + response_ids
         response_mask += [False] * len(prompt_ids["input_ids"]) + [True] * len(response_ids)
-        if len(input_ids) >= max_length or not complete:
+        if complete or turn + 1 < len(conversation):
+            input_ids.append(tokenizer.eos_token_id)
+            response_mask.append(complete)
+        if len(input_ids) >= max_length:
             break
         messages = messages + [{"role": "assistant", "content": sample.response}]
         rendered = text + sample.response + tokenizer.eos_token

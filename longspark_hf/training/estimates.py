@@ -108,6 +108,6 @@ def training_memory(
         "logits": 4 * 4 * min(ROWS_PER_CHUNK, max(slots, length)) * config.vocab_size,
     }
     features = (n + 1) * hidden
-    start = 8 * (3 * start_tokens * features + 4 * features**2) if start_tokens else 0
+    start = 8 * (4 * start_tokens * features + 4 * features**2) if start_tokens else 0
     total = max(sum(parts.values()), parts["target"] + parts["drafter"] + start)
     return parts | {"start": start, "total": total}
