@@ -274,12 +274,9 @@ def test_dry_run_says_what_was_dropped_and_why(train_command, data_file, tmp_pat
     assert dropped == {"no room for a response within max_length": 1, "response of fewer than two tokens": 1}
 
 
-def test_training_without_its_extra_says_what_to_install(tmp_path):
-    code = "import sys; sys.modules['accelerate'] = None; from longspark_hf.cli import main; main()"
-    arguments = ["train", "--target", "t", "--data", "d", "--output", str(tmp_path / "out")]
-    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].endswith('Run: pip install "longspark-hf[train]"')
+def test_training_without_its_extra_says_what_to_install(train_command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert_refused(train_command(), "accelerate", 'pip install "longspark-hf[train]"')
 
 
 def test_help_fits_on_one_screen():
