@@ -1,10 +1,11 @@
-"""The `longspark` command: reads arguments, prints tables. What it shows is computed in `longspark_hf.evaluation`."""
+"""
+The `longspark` command: arguments in, exit codes out. What it does is in `longspark_hf.evaluation` and
+`longspark_hf.training`, how it shows that in `console`.
+"""
 
 import importlib.util
 import json
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -13,9 +14,8 @@ from typing import Annotated, Any
 
 try:
     import typer
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+
+    from longspark_hf import console
 except ImportError:
     print('The `longspark` command needs typer and rich. Run: pip install "longspark-hf[demo]"', file=sys.stderr)
     raise SystemExit(2) from None
@@ -31,6 +31,10 @@ app = typer.Typer(
 )
 
 TargetHelp = "A Hub id, a folder with a config.json, or `smollm2` (packaged SmolLM2-135M-Instruct)."
+TargetOption = Annotated[str, typer.Option(help=TargetHelp)]
+DrafterOption = Annotated[str | None, typer.Option(help="A Hub id or a folder; default: the shipped one.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -60,18 +64,15 @@ def info(
             drafter_config = load_drafter_config(drafter)
         found = {"drafter": drafter, **describe(target_config, drafter_config)}
 
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        _console().print(_info_table(found))
+    _show(found, as_json, console.print_info)
     if not found["fits"]:
         raise typer.Exit(1)
 
 
 @app.command()
 def demo(
-    target: Annotated[str, typer.Option(help=TargetHelp)] = "smollm2",
-    drafter: Annotated[str | None, typer.Option(help="A Hub id or a folder; default: the shipped one.")] = None,
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 48,
     long_tokens: Annotated[int, typer.Option(min=64, help="Length of the long prompt.")] = 3072,
     as_json: JsonOption = False,
@@ -84,11 +85,7 @@ def demo(
     from longspark_hf.evaluation.demo import build_drafter, build_prompts, run
     from longspark_hf.evaluation.targets import load_target
 
-    stderr = Console(stderr=True, highlight=False)
-
-    def progress(message: str) -> None:
-        stderr.print(f"[dim]longspark demo:[/dim] {message}")
-
+    progress = console.teller("demo")
     with _bad_input_exits():
         progress(f"loading {target}")
         model, tokenizer = load_target(target)
@@ -101,25 +98,13 @@ def demo(
         "trained": trained,
         **run(model, draft_model, prompts, max_new_tokens, progress=progress),
     }
-
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    console = _console()
-    console.print(_demo_table(report))
-    console.print(f"Drafter: {origin}.")
-    for row in report["rows"]:
-        round_ms = row["draft_ms_per_round"] + row["verify_ms_per_round"]
-        break_even = round_ms / 1e3 * row["tokens_per_second_plain"]
-        console.print(f"At {row['prompt_tokens']:,} tokens a drafter pays here from τ = {break_even:.2f} on.")
-    if not trained:
-        console.print("It accepts almost nothing, so this shows what drafting costs, not what it gains.")
+    _show(report, as_json, console.print_demo)
 
 
 @app.command()
 def data(
     output: Annotated[Path, typer.Option(help="JSONL to write; journal and report go beside it.")],
-    target: Annotated[str, typer.Option(help=TargetHelp)] = "smollm2",
+    target: TargetOption = "smollm2",
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL with `prompt` or `messages` in every line; other fields are ignored.")
     ] = None,
@@ -145,8 +130,8 @@ def data(
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Of prompts that the target makes up.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once; may change on the way.")] = 8,
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """
@@ -161,8 +146,7 @@ def data(
     from longspark_hf.training.samples import SynthesisSettings, room_for_prompt
     from longspark_hf.training.synthesize import synthesize
 
-    stderr = Console(stderr=True, highlight=False)
-    with _bad_input_exits(), _data_progress(stderr) as (progress, message):
+    with _bad_input_exits(), console.data_progress() as (progress, message):
         # What can be wrong is read before the target, which may take minutes to load.
         if prompts is not None and documents:
             raise ValueError("Give --prompts or --documents, not both: run twice and join the two files.")
@@ -196,21 +180,14 @@ def data(
             message(f"stopped; what is done is in {output}. Run the same command again to go on.")
             raise typer.Exit(130) from None
 
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        console = _console()
-        console.print(_data_table(report))
-        mean, speed = report["response_tokens"] / max(report["kept"], 1), report["tokens_per_second"]
-        console.print(f"{report['response_tokens']:,} response tokens, {mean:,.0f} a sample; {speed:,.1f} tokens/s.")
-        console.print(f"Written to {output}, the report to {output}.report.json.", soft_wrap=True)
+    _show(report, as_json, console.print_data, output)
     if not report["kept"]:
         raise typer.Exit(1)
 
 
 @app.command()
 def train(
-    target: Annotated[str, typer.Option(help=TargetHelp)],
+    target: TargetOption,
     data: Annotated[Path, typer.Option(help="JSONL, as `longspark data` writes it.")],
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and best/, the drafter.")],
     minutes: Annotated[float | None, typer.Option(help="Fit the run, evaluations included, into this.")] = None,
@@ -248,12 +225,7 @@ def train(
     from longspark_hf.training.plan import begun, make_plan
     from longspark_hf.training.run import result
 
-    stderr = Console(stderr=True, highlight=False)
-
-    def progress(message: str) -> None:
-        if _is_first_process():
-            stderr.print(f"[dim]longspark train:[/dim] {message}", soft_wrap=True)
-
+    progress = console.teller("train")
     # What transformers prints on the way goes to stderr; stdout is for the result.
     with redirect_stdout(sys.stderr):
         with _bad_input_exits():
@@ -292,24 +264,19 @@ def train(
             progress(f"stopped {where}. Run the same command again to go on.")
             raise typer.Exit(130) from None
 
-    if not _is_first_process():
+    if not console.is_first_process():
         return
     if dry_run:
-        report = plan.describe()
+        _show(plan.describe(), as_json, console.print_plan)
     else:
-        report = result(output) | {"steps_done": begun(output)["step"], "steps": plan.options["max_steps"]}
-    if as_json:
-        print(json.dumps(report, indent=2))
-    elif dry_run:
-        _console().print(_plan_table(report))
-    else:
-        _print_result(report)
+        reached = {"steps_done": begun(output)["step"], "steps": plan.options["max_steps"]}
+        _show(result(output) | reached, as_json, console.print_training)
 
 
 @app.command()
 def bench(
-    target: Annotated[str, typer.Option(help=TargetHelp)] = "smollm2",
-    drafter: Annotated[str | None, typer.Option(help="A Hub id or a folder; default: the shipped one.")] = None,
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = None,
     tasks: Annotated[
         str, typer.Option(help="By commas: gsm8k, ...; stdlib-1k to stdlib-128k; JSONL files of `turns` lists.")
     ] = "stdlib-1k",
@@ -325,8 +292,8 @@ def bench(
     ntk_alpha: Annotated[float | None, typer.Option(help="Or the factor by which the context grows.")] = None,
     concurrency: Annotated[int, typer.Option(help="Sequences at once; 1 is what drafters can do.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     output: Annotated[Path | None, typer.Option(help="Result file; the same command goes on with it.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: JsonOption = False,
@@ -338,13 +305,9 @@ def bench(
     what is done, and with --output the same command goes on from there.
     """
     from longspark_hf.evaluation.bench import BenchSettings, make_bench
-    from longspark_hf.evaluation.bench_rows import LEGEND, groups, markdown, remarks, warning
+    from longspark_hf.evaluation.bench_rows import markdown, warning
 
-    stderr = Console(stderr=True, highlight=False)
-
-    def progress(message: str) -> None:
-        stderr.print(f"[dim]longspark bench:[/dim] {message}", soft_wrap=True)
-
+    progress = console.teller("bench")
     with _bad_input_exits():
         settings = BenchSettings(
             methods=tuple(methods.split(",")),
@@ -368,20 +331,12 @@ def bench(
         progress(f"stopped; {len(measured.runs)} runs are done. {kept}")
 
     result = measured.result()
-    if as_json:
-        print(json.dumps(result, indent=2))
-    elif as_markdown:
+    if as_markdown and not as_json:
         print(markdown(result))
     else:
-        console = _console()
-        for title, rows in groups(result["rows"]).items():
-            console.print(_bench_table(title, rows))
-            for line in remarks(rows):
-                console.print(line)
-        for line in (f"{result['target']} with {result['drafter']}.", LEGEND, *result["notes"]):
-            console.print(f"[dim]{line}[/dim]")
+        _show(result, as_json, console.print_bench)
     if line := warning(result["rows"]):
-        stderr.print(line, soft_wrap=True)
+        console.warn(line)
     if stopped:
         raise typer.Exit(130)
 
@@ -403,7 +358,7 @@ def sweep(
     repeats: Annotated[int, typer.Option(min=1, help="Passes over everything, turn about.")] = 15,
     prefill_to: Annotated[int, typer.Option(min=0, help="Measure real prefills too, of contexts up to this.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """
@@ -412,14 +367,9 @@ def sweep(
     Draft time, verification, drafter state and memory for LongSpark and for the DFlash path of transformers, over
     synthetic K/V rows and random weights. Stopped, it keeps its finished passes and goes on with the same command.
     """
-    from longspark_hf.evaluation.findings import LEGEND, describe, finding_lines
     from longspark_hf.evaluation.sweep import Sweep, run
 
-    stderr = Console(stderr=True, highlight=False)
-
-    def progress(message: str) -> None:
-        stderr.print(f"[dim]longspark sweep:[/dim] {message}", soft_wrap=True)
-
+    progress = console.teller("sweep")
     with _bad_input_exits():
         settings = Sweep(
             contexts=_numbers("--contexts", contexts, int),
@@ -437,16 +387,7 @@ def sweep(
         except KeyboardInterrupt:
             progress(f"stopped. What is done lies in {output}.passes; the same command goes on.")
             raise typer.Exit(130) from None
-
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    console = _console()
-    console.print(_sweep_table(result["rows"]))
-    for line in finding_lines(result):
-        console.print(line)
-    for line in (describe(result), LEGEND, f"Written to {output}."):
-        console.print(f"[dim]{line}[/dim]", soft_wrap=line.startswith("Written"))
+    _show(result, as_json, console.print_sweep, output)
 
 
 @app.command()
@@ -477,14 +418,9 @@ def _bad_input_exits() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if _is_first_process():
+        if console.is_first_process():
             typer.echo("Error: " + " ".join(str(error).split()), err=True)
         raise typer.Exit(2) from None
-
-
-def _is_first_process() -> bool:
-    """The one that prints, where `accelerate launch` started several."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _numbers(option: str, text: str, kind: type) -> list:
@@ -494,223 +430,11 @@ def _numbers(option: str, text: str, kind: type) -> list:
         raise ValueError(f"{option} takes numbers separated by commas, got '{text}'.") from None
 
 
-@contextmanager
-def _data_progress(console: Console) -> Iterator[tuple[Callable[[float, int, int], None], Callable[[str], None]]]:
-    """How `longspark data` tells how far it is: a bar on a terminal, now and then a line elsewhere; and messages."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = ("longspark data", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), "left")
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("", start=False, visible=False, speed="")
-    begun = told = None
-
-    def progress(done: float, total: int, tokens: int) -> None:
-        nonlocal begun, told
-        now = time.monotonic()
-        if begun is None:
-            begun = told = now
-            bar.reset(task, total=total, completed=done, visible=True)
-        speed = f"{tokens / max(now - begun, 1e-9):,.1f} tokens/s"
-        bar.update(task, completed=done, speed=speed)
-        if not console.is_terminal and now - told > 30:
-            told = now
-            message(f"{done:.0f} of {total}, {speed}")
-
-    def message(text: str) -> None:
-        console.print(f"[dim]longspark data:[/dim] {text}", soft_wrap=True)
-
-    with bar:
-        yield progress, message
-
-
-def _console() -> Console:
-    # Rich assumes 80 columns where there is no terminal, too few for the tables.
-    return Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-
-
-def _info_table(found: dict[str, Any]) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    peers = ", ".join(f"{_mib(size)} MiB at {label}" for label, size in found["peer_state_bytes"].items())
-    table.add_row("target", f"{found['target']}, {found['num_target_layers']} layers")
-    table.add_row("drafter", found["drafter"] or "a new one, LongSparkConfig.from_target")
-    table.add_row("fits", "yes" if found["fits"] else f"no. {found['misfit']}")
-    table.add_row("target layer ids", ", ".join(map(str, found["target_layer_ids"])))
-    table.add_row(
-        "block, window, summary",
-        f"{found['block_size']} tokens, {found['window_size']} rows, {found['num_summary_queries']} queries a head",
-    )
-    table.add_row("parameters", f"{found['parameters']:,}")
-    table.add_row("state (bf16)", f"{_mib(found['state_bytes'])} MiB at any context length")
-    table.add_row("peer's KV cache (bf16)", f"{peers}: a growing drafter cache of the same shape")
-    return table
-
-
-def _demo_table(report: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{report['target']}, {_conditions(report)}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("prompt\ntokens", justify="right")
-    table.add_column("identical", justify="center")
-    for header in (
-        "plain\ntok/s",
-        "drafter\ntok/s",
-        "speedup",
-        "τ",
-        "prefill s\nplain",
-        "prefill s\ndrafter",
-        "draft\nms/round",
-        "state\nMiB",
-    ):
-        table.add_column(header, justify="right")
-    for row in report["rows"]:
-        table.add_row(
-            f"{row['prompt_tokens']:,}",
-            "yes" if row["identical"] else "NO",
-            f"{row['tokens_per_second_plain']:.1f}",
-            f"{row['tokens_per_second_drafter']:.1f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['first_token_seconds_plain']:.2f}",
-            f"{row['first_token_seconds_drafter']:.2f}",
-            f"{row['draft_ms_per_round']:.1f}",
-            _mib(row["state_bytes"]),
-        )
-    return table
-
-
-def _bench_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    from longspark_hf.evaluation.bench_rows import COLUMNS
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    for index, (header, _) in enumerate(COLUMNS):
-        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in COLUMNS))
-    return table
-
-
-def _sweep_table(rows: list[dict[str, Any]]) -> Table:
-    from longspark_hf.evaluation.findings import COLUMNS
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, (header, _) in enumerate(COLUMNS):
-        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in COLUMNS))
-    return table
-
-
-def _data_table(report: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    table.add_column("samples", justify="right")
-    table.add_column("share", justify="right")
-
-    def row(name: str, count: int) -> None:
-        table.add_row(name, f"{count:,}", f"{count / max(report['prompts'], 1):.1%}")
-
-    row("prompts", report["prompts"])
-    row("kept", report["kept"])
-    for temperature, count in report["kept_by_temperature"].items():
-        row(f"  at temperature {temperature}", count)
-    row(f"  cut off at {report['settings']['max_new_tokens']} tokens", report["kept_cut_off"])
-    row("dropped", report["prompts"] - report["kept"])
-    for reason, count in report["dropped"].items():
-        row(f"  {reason}", count)
-    return table
-
-
-def _plan_table(report: dict[str, Any]) -> Table:
-    drafter, data, settings = report["drafter"], report["data"], report["settings"]
-    memory, disk, seconds = report["memory"], report["disk"], report["time"]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-
-    def parts(sizes: dict[str, int], scale: float, digits: int) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {size / scale:,.{digits}f}" for name, size in sizes.items())
-
-    vocabulary = "the whole vocabulary"
-    if drafter["draft_vocab_size"] is not None:
-        share = f"{data['draft_vocab_coverage']:.1%} of held-out response tokens"
-        vocabulary = f"{drafter['draft_vocab_size']:,} tokens, {share}"
-    dropped = "".join(f"; dropped {count:,}: {reason}" for reason, count in data["dropped"].items())
-    table.add_row("target", f"{report['target']}, {report['target_parameters'] / 1e6:,.1f}M parameters")
-    table.add_row("drafter", f"{drafter['parameters'] / 1e6:,.1f}M parameters: {parts(drafter['split'], 1e6, 2)}")
-    table.add_row("", f"started from {settings['started_from']}, Markov rank {drafter['markov_rank']}")
-    table.add_row("reads", f"target layers {', '.join(map(str, drafter['target_layer_ids']))}")
-    table.add_row("drafts", f"{drafter['block_size']} tokens a round, from {vocabulary}")
-    table.add_row("data", f"{data['conversations']:,} conversations, {data['held_out']:,} held out{dropped}")
-    table.add_row(
-        "",
-        f"{data['response_tokens']:,} response tokens; longest {data['longest']:,} tokens, {data['cut']:,} cut there",
-    )
-    table.add_row(
-        "steps",
-        f"{report['steps']:,} with {settings['batch_size']} conversations each, {settings['steps_per_batch']} a batch; "
-        f"learning rate {settings['learning_rate']:g}",
-    )
-    *sizes, free = memory.items()
-    shown = parts({name: size for name, size in sizes if name != "total"}, 2**30, 2)
-    table.add_row("memory (estimated)", f"{memory['total'] / 2**30:,.2f} GiB of {free[1] / 2**30:,.1f} free; {shown}")
-    table.add_row(
-        "disk",
-        f"{disk['total'] / 2**30:,.2f} GiB of {disk['free'] / 2**30:,.1f} free: "
-        f"checkpoints of {_mib(disk['checkpoint'])} MiB, drafter {_mib(disk['best'])} MiB",
-    )
-    if seconds is None:
-        table.add_row("time", "not measured, as it does not fit into memory")
+def _show(found: dict[str, Any], as_json: bool, show: Callable[..., None], *arguments: Any) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
     else:
-        table.add_row(
-            "time (measured)",
-            f"{_duration(seconds['total_seconds'])}: {seconds['step_seconds']:.2g} s a step, "
-            f"{_duration(seconds['evaluation_seconds'])} an evaluation; from {seconds['measured']}",
-        )
-    return table
-
-
-def _print_result(report: dict[str, Any]) -> None:
-    console = _console()
-    done, steps = report["steps_done"], report["steps"]
-    go_on = "--steps with more goes on" if done >= steps else "the same command goes on"
-    console.print(f"{done:,} of {steps:,} steps are done; {go_on}.")
-    if report["tau_after"] is not None:
-        before = "" if report["tau_before"] is None else f"{report['tau_before']:.2f} before, "
-        console.print(f"τ on held-out prompts: {before}{report['tau_after']:.2f} after {report['step']:,} steps.")
-    if report["step"] == 0:
-        console.print("No evaluation came out above the start: train longer, or on more data.")
-    console.print(f"Drafter: {report['drafter']}", soft_wrap=True)
-    console.print(
-        f"""
-from longspark_hf import LongSparkDrafter
-drafter = LongSparkDrafter.from_pretrained("{report["drafter"]}")
-target.generate(**inputs, assistant_model=drafter)""",
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
-
-
-def _conditions(report: dict[str, Any]) -> str:
-    conditions = report["measured_with"]
-    threads = f"{conditions['threads']} thread" + "s" * (conditions["threads"] > 1)
-    return (
-        f"greedy, {conditions['max_new_tokens']} new tokens, {conditions['dtype']}, {conditions['device']}, {threads}"
-    )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f}"
+        show(found, *arguments)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from longspark_hf.cli import app
 from longspark_hf.evaluation.targets import device_and_dtype
-from longspark_hf.training.data import Sample, read_samples, tokenize
+from longspark_hf.training.corpus import load_training_data
+from longspark_hf.training.data import Sample, read_samples, response_end, tokenize
 from longspark_hf.training.documents import document_prompts, read_documents
 from longspark_hf.training.journal import ResumableJsonl
 from longspark_hf.training.prompts import Prompt, open_template, read_prompts
@@ -351,6 +352,37 @@ def test_a_response_that_was_cut_off_has_no_end_token(tokenizer):
     whole, cut = (tokenize([Sample(message, "abc", complete=c)], tokenizer) for c in (True, False))
     assert whole["input_ids"] == cut["input_ids"] + [tokenizer.eos_token_id]
     assert sum(whole["response_mask"]) == sum(cut["response_mask"]) + 1 == 4
+
+
+ENDED_BY_S = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+RESPONSE_ENDS = [
+    pytest.param(ENDED_BY_S, [1, 2], "<s>", id="end-of-turn"),  # Gemma's <end_of_turn>, where <eos> is another token
+    pytest.param(ENDED_BY_S, [1], "</s>", id="end-of-turn-does-not-stop"),  # base models with a chat template
+    pytest.param(ENDED_BY_S, None, "</s>", id="unknown"),
+    pytest.param(CHATML, [5, 1], "</s>", id="eos"),
+    pytest.param("{{ messages[0].content }}", [1, 2], "</s>", id="template-without-answers"),
+    pytest.param("{{ raise_exception('no') }}", [1, 2], "</s>", id="template-that-refuses"),
+    pytest.param(None, [1, 2], "</s>", id="no-template"),
+]
+
+
+@pytest.mark.parametrize("template, stops, end", RESPONSE_ENDS)
+def test_a_response_ends_as_the_template_ends_it(template, stops, end):
+    tokenizer = tiny_tokenizer(template)
+    assert response_end(tokenizer, GenerationConfig(eos_token_id=stops)) == tokenizer.convert_tokens_to_ids(end)
+
+
+def test_training_ends_every_turn_as_the_target_does(tmp_path):
+    tokenizer = tiny_tokenizer(ENDED_BY_S)
+    file = write_lines(tmp_path / "d.jsonl", *({"prompt": f"q{i}", "response": f"a{i}"} for i in range(4)))
+    stops = GenerationConfig(eos_token_id=[1, 2])
+    item = load_training_data(file, tokenizer, 99, stops, long_share=1.0).training.items[0]
+    learned = [i for i, counts in zip(item["input_ids"], item["response_mask"]) if counts]
+    assert sorted(tokenizer.decode(learned).split("<s>")) == ["", "a0", "a1", "a2"]
+    assert tokenizer.decode(item["input_ids"]).count("<s>") == 6  # each turn of the user has one as well
 
 
 @pytest.mark.parametrize("name", ["complete", "thinking"])

@@ -57,7 +57,7 @@ def train(folder, **overrides):
 def outcome(trainer):
     metrics = {name: value for name, value in trainer.evaluate().items() if "simulated" in name or "accepted" in name}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"metrics": metrics, "losses": losses, "drafter": trainer._whole_drafter().state_dict()}
+    return {"metrics": metrics, "losses": losses, "drafter": trainer.whole_drafter().state_dict()}
 
 
 def work(folder):

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.cli import app
-from longspark_hf.evaluation.targets import load_target
+from longspark_hf.evaluation.targets import load_target, meta_target
 from longspark_hf.training import checks
 from longspark_hf.training.checks import run_bytes
 from longspark_hf.training.estimates import training_memory
 from longspark_hf.training.plan import Speed, make_plan
-from longspark_hf.training.recipe import batch_size, late_layer_ids, meta_target, recipe
+from longspark_hf.training.recipe import batch_size, late_layer_ids, recipe
 from longspark_hf.training.run import train
 
 

@@ -293,6 +293,14 @@ def test_a_target_with_a_device_map_stays_where_it_is(tmp_path, monkeypatch):
     assert len(losses) == 2
 
 
+def test_further_gpus_of_one_process_do_not_widen_its_batches(tmp_path):
+    target = targets.build("llama")
+    args = arguments(tmp_path)
+    args._n_gpu = 2  # as on a machine with two, without a launcher
+    trainer = LongSparkTrainer(make_drafter(target), target, args, train_dataset=data())
+    assert len(next(iter(trainer.get_train_dataloader()))["input_ids"]) == 1
+
+
 @pytest.mark.parametrize("steps_per_batch", [1, 3])
 def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, steps_per_batch):
     target, ends = targets.build("llama"), []
@@ -483,6 +491,9 @@ class Letters:
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages, tokenize, add_generation_prompt, enable_thinking):
         turns = "".join(f"{m['role'][0]}:{m['content']}|\n" for m in messages)

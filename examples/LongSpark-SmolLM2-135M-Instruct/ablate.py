@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import train  # the recipe, beside this file
 from transformers import TrainingArguments
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
@@ -29,14 +30,7 @@ from longspark_hf.training.views import TargetRows, run_target
 
 
 FOLDER = Path(__file__).parent
-FULL = {
-    "target_layer_ids": [26, 27, 28, 29],
-    "block_size": 4,
-    "qk_norm": False,
-    "boundary_residual": -1,
-    "markov_rank": 40,
-    "draft_vocab_size": 8192,
-}
+FULL = train.CONFIG | {"draft_vocab_size": train.DRAFT_VOCAB_SIZE}
 # Every layer that some variant reads: the target then runs once per conversation for all of them.
 LAYERS = [0, 10, 19, 25, 26, 27, 28, 29]
 # Each variant by what differs: config fields, or `start` (what is initialised), `without` (what is switched off).

@@ -14,14 +14,29 @@ from longspark_hf.evaluation.targets import load_target, mask_token_id
 from longspark_hf.training.run import train
 
 
+# Four late layers, started as the target's own on fitted inputs, with the last boundary state added to those; short blocks,
+# since this drafter is rarely right for longer.
+CONFIG = {
+    "target_layer_ids": [26, 27, 28, 29],
+    "block_size": 4,
+    "qk_norm": False,
+    "boundary_residual": -1,
+    "markov_rank": 40,
+}
+DRAFT_VOCAB_SIZE = 8192
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="JSONL of prompt, response, temperature")
+    parser.add_argument("--eval-share", type=float, default=0.05, help="of the data, from its end, held out")
     parser.add_argument("--output", required=True, help="folder for checkpoints and best/")
     parser.add_argument("--steps", type=int, default=9000, help="optimizer steps")
     parser.add_argument("--decay-steps", type=int, default=2700, help="of these, the last so many decay")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--eval-steps", type=int, default=1500, help="between evaluations")
+    parser.add_argument("--init-from", help="drafter to start from, the one shipped before for instance")
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after so many minutes")
     options = parser.parse_args()
 
@@ -33,16 +48,10 @@ def main() -> None:
         options.data,
         options.output,
         mask_token_id=mask_token_id(tokenizer, target.config.vocab_size),
-        # Four late layers, started as the target's own on fitted inputs, with the last boundary state added to those; short
-        # blocks, since this drafter is rarely right for longer.
-        config={
-            "target_layer_ids": [26, 27, 28, 29],
-            "block_size": 4,
-            "qk_norm": False,
-            "boundary_residual": -1,
-            "markov_rank": 40,
-        },
-        draft_vocab_size=8192,
+        config=CONFIG,
+        draft_vocab_size=DRAFT_VOCAB_SIZE if options.init_from is None else None,
+        init_from=options.init_from,
+        eval_share=options.eval_share,
         max_response_length=159,  # the data's responses were cut at 160 tokens
         long_share=0.1,  # contexts of about 3,000 tokens
         long_characters=12000,
@@ -73,7 +82,7 @@ def main() -> None:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        seed=42,
+        seed=options.seed,
     )
 
 

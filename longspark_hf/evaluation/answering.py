@@ -23,6 +23,7 @@ from longspark_hf.modeling_longspark import LongSparkDraft
 
 from .cost import own_peak_bytes
 from .demo import PutTimer
+from .targets import cache_argument
 from .tasks import first_ids, next_ids
 
 
@@ -178,8 +179,6 @@ class Answerer:
     ):
         self.target, self.tokenizer, self.drafter, self.dflash = target, tokenizer, drafter, dflash
         self.num_assistant_tokens = num_assistant_tokens
-        parameters = inspect.signature(target.forward).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # its name before transformers 5.24
 
     def answer(
         self, method: str, turns: list[str], max_new_tokens: int, temperature: float = 0.0, seed: int = 0
@@ -198,7 +197,7 @@ class Answerer:
         self._reset_peak()
         answer, ids = Answer(), []
         warm = len(turns) > 1 and method not in WITHOUT_WARM_CACHE
-        cache = {self._cache_name: DynamicCache(config=self.target.config)} if warm else {}
+        cache = {cache_argument(self.target): DynamicCache(config=self.target.config)} if warm else {}
         for turn in turns:
             prompt = next_ids(self.tokenizer, ids, turn) if ids else first_ids(self.tokenizer, turn)
             answer.prompt_tokens += len(prompt) - len(ids)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .answering import METHODS
+from .tables import Column, columns_table, to_markdown_table
 
 
 Run = dict[str, Any]
@@ -140,8 +141,7 @@ def _number(key: str, digits: int, scale: float = 1.0) -> Callable[[dict[str, An
     return shown
 
 
-# Header on two lines, and what stands below it.
-COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+COLUMNS: list[Column] = [
     ("method", lambda row: row["method"]),
     ("\nspeedup", _number("speedup", 2)),
     ("\ntok/s", _number("tokens_per_second", 1)),
@@ -196,19 +196,12 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _one_line(header: str) -> str:
-    return header.replace("-\n", "-").replace("\n", " ").strip()
-
-
 def markdown(result: dict[str, Any]) -> str:
     """A result as Markdown: a table for each task and temperature, and where it comes from."""
     source = result["provenance"]
     lines = [f"{result['target']} with {result['drafter']}", ""]
     for title, rows in groups(result["rows"]).items():
-        lines += [f"**{title}**", ""]
-        lines.append("| " + " | ".join(_one_line(header) for header, _ in COLUMNS) + " |")
-        lines.append("|---|" + "--:|" * (len(COLUMNS) - 1))
-        lines += ["| " + " | ".join(cell(row) for _, cell in COLUMNS) + " |" for row in rows]
+        lines += [f"**{title}**", "", to_markdown_table(columns_table(COLUMNS, rows))]
         lines += ["", *(f"- {remark}" for remark in remarks(rows)), ""]
     lines += [f"- {line}" for line in [LEGEND, *result["notes"], warning(result["rows"])] if line]
     lines += [

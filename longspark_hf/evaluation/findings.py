@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .methods import METHODS
+from .tables import Column
 
 
 # Figure 1 of the paper, measured there with Qwen3-8B: milliseconds and MiB by context.
@@ -54,8 +55,7 @@ def _number(key: str, digits: int, scale: float = 1.0) -> Callable[[dict[str, An
     return lambda row: f"{row[key] / scale:,.{digits}f}"
 
 
-# Header on two lines, and what stands below it.
-COLUMNS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+COLUMNS: list[Column] = [
     ("method", lambda row: METHODS.get(row["method"], row["method"])),
     ("context\ntokens", _number("context", 0)),
     ("draft\nms", _number("draft_ms", 1)),

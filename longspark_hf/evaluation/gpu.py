@@ -21,7 +21,7 @@ from .bench import Bench, BenchSettings, make_bench
 from .findings import describe, finding_lines
 from .methods import longspark_drafter
 from .page import write_page
-from .shapes import SHAPES, free_bytes, parameter_bytes, random_target, shape_config
+from .shapes import SHAPES, free_memory, parameter_bytes, random_target, shape_config
 from .sweep import CONTEXTS, Sweep
 from .sweep import run as run_sweep
 from .targets import device_and_dtype, load_target_config
@@ -51,7 +51,7 @@ def until(deadline: float) -> Callable[[str], None]:
 
 def largest_shape(device: torch.device, dtype: torch.dtype) -> str:
     """The largest known shape whose weights leave room for caches."""
-    free = free_bytes(device)
+    free = free_memory(device)
     for shape in RANDOM_SHAPES:
         if free is None or parameter_bytes(SHAPES[shape], dtype) <= WEIGHTS_SHARE * free:
             return shape

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import bench_rows, findings, plots
+from .tables import Table, columns_table, to_markdown_table
 
 
 STYLE = """
@@ -22,14 +23,6 @@ th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
 .source { color: #868e96; font-size: 13px; }
 """
-
-
-@dataclass
-class Table:
-    """Header cells and rows of text."""
-
-    header: list[str]
-    rows: list[list[str]]
 
 
 @dataclass
@@ -115,12 +108,6 @@ class _Row(dict):
         return None
 
 
-def columns_table(columns: list[tuple[str, Callable[[dict[str, Any]], str]]], rows: list[dict[str, Any]]) -> Table:
-    """A table from columns, each a header on two lines and what makes a cell of a row."""
-    header = [name.replace("-\n", "-").replace("\n", " ").strip() for name, _ in columns]
-    return Table(header, [[cell(row) for _, cell in columns] for row in rows])
-
-
 def _bench(name: str, result: dict[str, Any]) -> Section:
     rows = [_Row({"repeats": 1, "prompts": 0, "prompt_tokens": 0, "new_tokens": 0} | row) for row in result["rows"]]
     section = Section(f"Bench: {name}")
@@ -181,13 +168,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def to_markdown_table(table: Table) -> str:
-    """A table as Markdown, its first column to the left."""
-    lines = ["| " + " | ".join(table.header) + " |", "|---|" + "--:|" * (len(table.header) - 1)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table.rows]
-    return "\n".join(lines)
 
 
 def to_markdown(parts: list[Section], figure: Callable[[Any], str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import longspark_hf
 
 from . import findings, page, plots
+from .tables import Table, columns_table, to_markdown_table
 
 
 ROOT = Path(longspark_hf.__file__).parent.parent
@@ -67,18 +68,14 @@ def round_table(cost: dict[str, Any]) -> str:
         "draft_markov_chain": "- Markov chain, 7 steps",
         "state_update": "state update with 8 rows",
     }
-    lines = [
-        "| ms a round | " + " | ".join(f"at {int(c) // 1024}K" for c in contexts) + " |",
-        "|---|" + "--:|" * len(contexts),
-    ]
-    for key, label in names.items():
-        lines.append(f"| {label} | " + " | ".join(f"{parts[key]:.1f}" for parts in contexts.values()) + " |")
-    return "\n".join(lines)
+    header = ["ms a round", *(f"at {int(context) // 1024}K" for context in contexts)]
+    rows = [[label, *(f"{parts[key]:.1f}" for parts in contexts.values())] for key, label in names.items()]
+    return to_markdown_table(Table(header, rows))
 
 
 def sweep_table(sweep: dict[str, Any]) -> str:
     """The context sweep and what it says, as Markdown."""
-    table = page.to_markdown_table(page.columns_table(findings.COLUMNS, sweep["rows"]))
+    table = to_markdown_table(columns_table(findings.COLUMNS, sweep["rows"]))
     lines = [*findings.finding_lines(sweep), findings.LEGEND]
     return "\n".join(
         [table, "", *(f"- {line}" for line in lines), "", findings.describe(sweep), "", page.source_line(sweep)]

@@ -4,13 +4,11 @@ Knows: the shapes of SmolLM2 and Qwen3, how to make a target of any config on a 
 Does not know: what is measured with it.
 """
 
-from typing import Any
-
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from .targets import load_target_config
+from .targets import load_target_config, meta_target
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:
@@ -85,23 +83,20 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that is left on a device; `None` where that cannot be told."""
+def free_memory(device: torch.device) -> int | None:
+    """Memory that is left on a GPU, or else of the machine; `None` where that cannot be told."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields: dict[str, Any] = dict(line.split(":") for line in file)
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
+        import psutil
+    except ImportError:  # comes with the extras
         return None
+    return psutil.virtual_memory().available
 
 
 def parameter_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights of a target, before it is made."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    return dtype.itemsize * meta_target(config).num_parameters()
 
 
 def random_target(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

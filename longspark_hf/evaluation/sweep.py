@@ -30,7 +30,7 @@ from .methods import (
     make_method,
 )
 from .provenance import provenance, write_result
-from .shapes import free_bytes, parameter_bytes, random_target, row_bytes, shape_config
+from .shapes import free_memory, parameter_bytes, random_target, row_bytes, shape_config
 from .targets import device_and_dtype, load_drafter_config
 
 
@@ -118,7 +118,7 @@ class Sweep:
             if "dflash" in self.methods
             else 0
         )
-        needed, free = int(1.5 * weights) + longest + transient + 2 * peers, free_bytes(self.torch_device)
+        needed, free = int(1.5 * weights) + longest + transient + 2 * peers, free_memory(self.torch_device)
         if free is not None and needed > free:
             raise ValueError(
                 f"A sweep to {self.contexts[-1]:,} rows with {config.num_hidden_layers} layers of {self.shape} needs about "

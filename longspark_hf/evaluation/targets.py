@@ -1,18 +1,28 @@
 """Loading of the models that demo, benchmarks and `longspark info` run on.
 
-Knows: where SmolLM2 comes from on a machine without the Hub, which of its tokens can be the mask token.
+Knows: where SmolLM2 comes from on a machine without the Hub, which of its tokens can be the mask token, what differs
+between versions of transformers.
 Does not know: what is measured with them.
 """
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import tempfile
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
@@ -120,6 +130,31 @@ def load_target_config(name: str) -> PreTrainedConfig:
         raise ValueError(_not_found(name, error)) from error
     config._name_or_path = _display_name(name)
     return config
+
+
+def load_generation_config(name: str, config: PreTrainedConfig) -> GenerationConfig:
+    """
+    The generation config that a target has once it is loaded, without its weights.
+
+    Args:
+        name (`str`): A Hub id, a folder, or `smollm2`.
+        config (`PreTrainedConfig`): Of the target, for one that ships no generation config.
+    """
+    try:
+        return GenerationConfig.from_pretrained(_source(name))
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def meta_target(config: PreTrainedConfig) -> PreTrainedModel:
+    """A target without weights, to count and to look at."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Name of the argument that takes the K/V cache of a target, or of its decoder: another one before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def scale_rope(config: PreTrainedConfig, rope_theta: float | None = None, ntk_alpha: float | None = None) -> float:

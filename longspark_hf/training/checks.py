@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from longspark_hf import LongSparkConfig
 
 from .corpus import TrainingData
+from .data import response_end, stop_ids
 
 
 BEST, PROVENANCE, EVALUATIONS = "best", "provenance.json", "evaluations.jsonl"
@@ -57,13 +58,10 @@ def check_tokenizer(
             f"The tokenizer has a vocabulary of {tokenizer.vocab_size} tokens, the target one of {text.vocab_size}: it "
             "belongs to another model. Put the target's own tokenizer into its folder."
         )
-    ends: set[int] = set()
-    for config in (text, generation_config):
-        ids = getattr(config, "eos_token_id", None)
-        ends |= {ids} if isinstance(ids, int) else set(ids or ())
-    if generation_config is not None and ends and tokenizer.eos_token_id not in ends:
+    ends, end = stop_ids(text) | stop_ids(generation_config), response_end(tokenizer, generation_config)
+    if generation_config is not None and ends and end not in ends:
         raise ValueError(
-            f"The tokenizer ends a response with {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}), but the target "
+            f"The tokenizer ends a response with {tokenizer.decode([end])!r} (id {end}), but the target "
             f"stops at {sorted(ends)} only. Either the tokenizer belongs to another model, or `eos_token_id` is to be "
             "corrected in the target's generation_config.json."
         )
@@ -105,7 +103,7 @@ def run_bytes(num_parameters: int, save_total_limit: int | None) -> dict[str, in
     return {"checkpoint": checkpoint, "best": best, "total": ((save_total_limit or 1) + 1) * checkpoint + 2 * best}
 
 
-def free_bytes(folder: str | Path) -> int:
+def free_disk(folder: str | Path) -> int:
     """Free disk space where `folder` is or will be."""
     return shutil.disk_usage(_existing(folder)).free
 
@@ -122,7 +120,7 @@ def check_disk(folder: str | Path, needed: int) -> None:
         `ValueError`: naming both sizes.
     """
     written = sum(file.stat().st_size for part in _written(folder) for file in part.rglob("*") if file.is_file())
-    free = free_bytes(folder)
+    free = free_disk(folder)
     if needed - written > free:
         raise ValueError(
             f"Checkpoints and the best drafter in {folder} need {needed / 2**30:.3g} GiB, but {free / 2**30:.3g} GiB are "

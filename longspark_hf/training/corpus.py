@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from .data import ConversationDataset, Sample, frequent_tokens, join_samples, read_samples, tokenize
+from .data import ConversationDataset, Sample, frequent_tokens, join_samples, read_samples, response_end, tokenize
 
 
 @dataclass
@@ -90,6 +90,7 @@ def load_training_data(
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
+    generation_config: GenerationConfig | None = None,
     *,
     eval_share: float = 0.05,
     long_share: float = 0.0,
@@ -103,7 +104,7 @@ def load_training_data(
     Args:
         path (`str`): JSONL, see [`read_samples`].
         tokenizer (`PreTrainedTokenizerBase`): Of the target.
-        vocab_size (`int`): Of the target.
+        vocab_size (`int`), generation_config (`GenerationConfig`, *optional*): Of the target.
         eval_share (`float`, *optional*, defaults to 0.05): Share of the samples held out, at the end; at least one.
         long_share (`float`, *optional*, defaults to 0): Share of the training samples joined to long conversations.
         long_characters (`int`, *optional*, defaults to 8000): Length of those.
@@ -121,13 +122,13 @@ def load_training_data(
         )
     training, held_out = samples[:-num_held_out], samples[-num_held_out:]
     lengths = {"max_length": max_length, "max_response_length": max_response_length}
-    datasets = []
+    datasets, end_id = [], response_end(tokenizer, generation_config)
     for name, conversations in (
         ("training", _conversations(training, long_share, long_characters)),
         ("held-out", [[sample] for sample in held_out]),
     ):
         try:
-            datasets.append(ConversationDataset(conversations, tokenizer, **lengths))
+            datasets.append(ConversationDataset(conversations, tokenizer, end_id=end_id, **lengths))
         except TemplateError as error:
             raise ValueError(_refused_line(path, samples, tokenizer, error)) from error
         except ValueError as error:

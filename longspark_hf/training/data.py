@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 T = TypeVar("T")
+_RESPONSE = "THE-TARGET'S-RESPONSE"
 
 
 @dataclass
@@ -156,15 +158,44 @@ def join_samples(samples: Sequence[Sample], num_characters: int) -> list[list[Sa
     return conversations
 
 
+def stop_ids(config: PreTrainedConfig | GenerationConfig | None) -> set[int]:
+    """Tokens that end a text, as a config lists them."""
+    ids = getattr(config, "eos_token_id", None)
+    return {ids} if isinstance(ids, int) else set(ids or ())
+
+
+def response_end(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> int | None:
+    """
+    The token that ends a response: of those at which the target stops, the first that its chat template puts behind an
+    assistant's message (`<end_of_turn>` of Gemma, whose `eos_token` is another). The tokenizer's `eos_token` where there
+    is none such, no chat template, or nothing is known of where the target stops.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Of the target.
+        generation_config (`GenerationConfig`, *optional*): Of the target.
+    """
+    stops = stop_ids(generation_config)
+    if not tokenizer.chat_template or not stops:
+        return tokenizer.eos_token_id
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _RESPONSE}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError:  # a template for other conversations
+        return tokenizer.eos_token_id
+    behind = tokenizer(text.partition(_RESPONSE)[2], add_special_tokens=False)["input_ids"]
+    return next((token for token in behind if token in stops), tokenizer.eos_token_id)
+
+
 def tokenize(
     conversation: Sequence[Sample],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int = 4096,
     max_response_length: int | None = None,
+    end_id: int | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any] | None:
     r"""
-    Token ids of a conversation and which of them are responses, up to and including the end-of-sequence token.
+    Token ids of a conversation and which of them are responses, up to and including the token that ends them.
 
     Args:
         conversation (`Sequence[Sample]`): One sample, or several as successive turns.
@@ -172,7 +203,8 @@ def tokenize(
         max_length (`int`, *optional*, defaults to 4096): Tokens after this are cut.
         max_response_length (`int`, *optional*):
             Responses of at least so many tokens are taken as cut off there, like those of samples that are not `complete`.
-            No end-of-sequence token is learned after them; where another turn follows, one stands there unlearned.
+            No token that ends them is learned after them; where another turn follows, one stands there unlearned.
+        end_id (`int`, *optional*): Ends a response, see [`response_end`]; the tokenizer's `eos_token` by default.
         template_kwargs (`Any`): For the chat template, besides `enable_thinking`, which the sample knows.
 
     Returns:
@@ -183,6 +215,7 @@ def tokenize(
     response_mask: list[bool] = []
     messages: list[dict[str, Any]] = []
     rendered = ""
+    end_id = tokenizer.eos_token_id if end_id is None else end_id
     for turn, sample in enumerate(conversation):
         # A template may open every conversation with a system message, but only the first turn keeps one.
         messages = messages + [m for m in sample.messages if turn == 0 or m["role"] != "system"]
@@ -198,12 +231,12 @@ def tokenize(
         input_ids += prompt_ids["input_ids"] + response_ids
         response_mask += [False] * len(prompt_ids["input_ids"]) + [True] * len(response_ids)
         if complete or turn + 1 < len(conversation):
-            input_ids.append(tokenizer.eos_token_id)
+            input_ids.append(end_id)
             response_mask.append(complete)
         if len(input_ids) >= max_length:
             break
         messages = messages + [{"role": "assistant", "content": sample.response}]
-        rendered = text + sample.response + tokenizer.eos_token
+        rendered = text + sample.response + tokenizer.decode([end_id])
     input_ids, response_mask = input_ids[:max_length], response_mask[:max_length]
     if sum(response_mask) < 2:
         return None

@@ -6,7 +6,6 @@ Does not know: the run (plan) or the time it takes, which is measured.
 
 import math
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -32,11 +31,6 @@ def count_parameters(config: LongSparkConfig) -> dict[str, int]:
         part = name.partition(".")[0].replace("position_embedding", "input_mapping")
         counts[part] = counts.get(part, 0) + parameter.numel()
     return counts
-
-
-def available_memory() -> int:
-    """Free bytes on the GPU that would be trained on, or of the machine."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
 
 
 def training_memory(

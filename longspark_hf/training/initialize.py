@@ -23,7 +23,7 @@ NEARLY_LINEAR = 0.3
 @torch.no_grad()
 def initialize_from_target(
     drafter: LongSparkDrafter, target: PreTrainedModel, sequences: Sequence[torch.LongTensor] = ()
-) -> list[str]:
+) -> None:
     r"""
     Copy the paired target layers into the draft layers, by name and shape, and start the Markov head from the target's
     embeddings.
@@ -34,23 +34,18 @@ def initialize_from_target(
         sequences (`Sequence[torch.LongTensor]` of shape `(1, length)` each, *optional*):
             Typical token ids. Block inputs then start by [`fit_block_inputs`] over them.
 
-    Returns:
-        `list[str]`: names of the parameters that were set. Summary queries keep their random start: those of the target's
-        own layers would draw attention to the summary that the copied layers do not expect, and measured worse.
+    Summary queries keep their random start: those of the target's own layers would draw attention to the summary that the
+    copied layers do not expect, and measured worse.
     """
     config = drafter.config
     borrowed = BorrowedTarget.of(target, config)
-    done = []
-    for index, layer_id in enumerate(config.target_layer_ids):
+    for layer, layer_id in zip(drafter.layers, config.target_layer_ids):
         source = dict(borrowed.layers[layer_id].named_parameters())
-        for name, parameter in drafter.layers[index].named_parameters():
+        for name, parameter in layer.named_parameters():
             if name in source and source[name].shape == parameter.shape:
                 parameter.copy_(source[name])
-                done.append(f"layers.{index}.{name}")
     if len(sequences):
         fit_block_inputs(drafter, target, sequences)
-        done += [name for name, _ in drafter.named_parameters() if "_fusion." in name or "input_mapping." in name]
-        done.append("position_embedding.weight")
 
     # Predecessors with similar embeddings start with similar rows: the principal directions of the table, at unit scale.
     table = call_borrowed(borrowed.embed_tokens, torch.arange(config.vocab_size, device=target.device)[None])[0]
@@ -61,7 +56,6 @@ def initialize_from_target(
     projected = table @ directions[:, -rank:]
     drafter.markov_head.w1.weight[:, :rank] = projected / projected.std(dim=0).clamp(min=1e-6)
     drafter.markov_head.w2.weight.zero_()
-    return done + ["markov_head.w1.weight", "markov_head.w2.weight"]
 
 
 @torch.no_grad()

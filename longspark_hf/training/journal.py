@@ -79,7 +79,7 @@ class ResumableJsonl:
         """
         if os.fstat(self._records.fileno()).st_size != self.num_bytes:
             raise ValueError(
-                f"Something else writes to {self.path}, perhaps another `longspark data`. Stop one of them."
+                f"Something else writes to {self.path}, perhaps the same command a second time. Stop one of them."
             )
         self._write(self._records, *records)
         self.num_bytes = os.fstat(self._records.fileno()).st_size

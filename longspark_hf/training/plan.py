@@ -27,6 +27,7 @@ from transformers import (
 
 from longspark_hf import LongSparkConfig
 from longspark_hf.evaluation import targets
+from longspark_hf.evaluation.shapes import free_memory
 from longspark_hf.target_longspark import check_config_fit
 
 from .checks import (
@@ -36,16 +37,16 @@ from .checks import (
     check_same_run,
     check_start,
     check_tokenizer,
-    free_bytes,
+    free_disk,
     run_bytes,
     run_settings,
 )
 from .corpus import TrainingData, load_training_data
-from .estimates import available_memory, count_parameters, training_memory
+from .estimates import count_parameters, training_memory
 from .metrics import generated_tau
-from .recipe import batch_size, checkpointing_argument, meta_target, num_steps, recipe, schedule
+from .recipe import batch_size, checkpointing_argument, num_steps, recipe, schedule
 from .run import Run, StopOnInterrupt, prepare
-from .trainer import COMPLETE
+from .trainer import complete_checkpoints
 
 
 SAVE_TOTAL_LIMIT = 2
@@ -124,7 +125,7 @@ class Plan:
         Returns:
             [`Run`], or `None` where there is none to begin.
         """
-        fits = self.memory()["total"] <= available_memory()
+        fits = self.memory()["total"] <= _available_memory()
         if not fits:
             progress("by the estimate this run does not fit into memory, see --dry-run")
         if self.is_done or (dry_run and not fits):
@@ -222,8 +223,8 @@ class Plan:
             "settings": {"started_from": options["init_from"] or begin, "batch_size": per_step}
             | {name: options[name] for name in passed},
             "data": self.data.describe(config.draft_vocab_size, config.vocab_size),
-            "disk": run_bytes(sum(parameters.values()), SAVE_TOTAL_LIMIT) | {"free": free_bytes(self.output_dir)},
-            "memory": self.memory() | {"available": available_memory()},
+            "disk": run_bytes(sum(parameters.values()), SAVE_TOTAL_LIMIT) | {"free": free_disk(self.output_dir)},
+            "memory": self.memory() | {"available": _available_memory()},
             "steps": options["max_steps"],
             "time": time_estimate,
         }
@@ -280,7 +281,7 @@ def make_plan(
     """
     target_config = targets.load_target_config(target)
     text = target_config.get_text_config(decoder=True)
-    shell = meta_target(target_config)
+    shell = targets.meta_target(target_config)
     defaults = recipe(shell)
 
     for name, value in (("--epochs", epochs), ("--minutes", minutes), ("--learning-rate", learning_rate)):
@@ -316,7 +317,8 @@ def make_plan(
     max_length = min(4096, positions) if max_length is None else max_length
     if max_length > positions:
         raise ValueError(f"--max-length {max_length} exceeds the {positions} positions of the target.")
-    corpus = load_training_data(data, tokenizer, text.vocab_size, max_length=max_length)
+    generation_config = targets.load_generation_config(target, target_config)
+    corpus = load_training_data(data, tokenizer, text.vocab_size, generation_config, max_length=max_length)
     check_disk(output_dir, run_bytes(sum(count_parameters(drafter_config).values()), SAVE_TOTAL_LIMIT)["total"])
 
     chosen = {"num_anchors": anchors, "learning_rate": learning_rate, "num_eval_prompts": eval_prompts}
@@ -385,15 +387,13 @@ def begun(output_dir: str | Path) -> dict[str, Any] | None:
     The run in a folder: the `step` of its newest complete checkpoint, and `max_steps`, `eval_steps`, `save_steps` and
     `num_eval_prompts` as it was begun; `None` where there is no run to go on with.
     """
-    files = Path(output_dir).glob(f"checkpoint-*/{COMPLETE}")
-    steps = [int(file.parent.name.rpartition("-")[2]) for file in files]
-    provenance = Path(output_dir) / PROVENANCE
-    if not steps or not provenance.is_file():
+    checkpoints, provenance = complete_checkpoints(output_dir), Path(output_dir) / PROVENANCE
+    if not checkpoints or not provenance.is_file():
         return None
     found = json.loads(provenance.read_text(encoding="utf-8"))
     arguments, settings = found.get("arguments", {}), found.get("settings", {})
     return {
-        "step": max(steps),
+        "step": max(checkpoints),
         **{name: arguments.get(name) for name in ("max_steps", "eval_steps", "save_steps")},
         "num_eval_prompts": settings.get("num_eval_prompts"),
     }
@@ -437,7 +437,7 @@ def measure(plan: Plan, target: PreTrainedModel) -> Speed:
         simulation = time.perf_counter() - start
         start = time.perf_counter()
         if prompts:
-            generated_tau(trainer.target, trainer._whole_drafter(), prompts[:1], NUM_TOKENS)
+            generated_tau(trainer.target, trainer.whole_drafter(), prompts[:1], NUM_TOKENS)
         token = (time.perf_counter() - start) / NUM_TOKENS
     speed = [Speed(micro_step * plan.options["gradient_accumulation_steps"], simulation, token)]
     if torch.distributed.is_initialized():  # what follows from it must be the same everywhere
@@ -472,6 +472,10 @@ def _mask_token_id(token: str | None, tokenizer: PreTrainedTokenizerBase, vocab_
     if found is None:
         raise ValueError(f"--mask-token {token!r} is no token of the target. Give one of its tokens, or a token id.")
     return found
+
+
+def _available_memory() -> int:
+    return free_memory(targets.device_and_dtype()[0])
 
 
 def _world_size() -> int:

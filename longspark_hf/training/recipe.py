@@ -7,19 +7,12 @@ Does not know: how a run with these settings goes (run) or what it costs (plan).
 import math
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 
 # Parameters of a target from which on the paper's form is the default.
 LARGE_TARGET = 1_000_000_000
 DRAFT_VOCAB_SIZE = 8192
-
-
-def meta_target(target_config: PreTrainedConfig) -> PreTrainedModel:
-    """The target without weights, to count and to look at."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(target_config)
 
 
 def late_layer_ids(num_target_layers: int, num_layers: int = 4) -> list[int]:

@@ -146,7 +146,7 @@ class KeepBest(TrainerCallback):
         self.trainer = trainer
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
-        drafter = self.trainer._whole_drafter()  # by all processes, where it is sharded
+        drafter = self.trainer.whole_drafter()  # by all processes, where it is sharded
         if not state.is_world_process_zero:
             return
         metrics = metrics | {"step": state.global_step}
@@ -283,7 +283,7 @@ def prepare(
     if not isinstance(data, TrainingData):
         lengths = {"max_length": max_length, "max_response_length": max_response_length}
         shares = {"eval_share": eval_share, "long_share": long_share, "long_characters": long_characters}
-        data = load_training_data(data, tokenizer, vocab_size, **shares, **lengths)
+        data = load_training_data(data, tokenizer, vocab_size, target.generation_config, **shares, **lengths)
 
     torch.manual_seed(arguments.get("seed", 42))
     wanted = {"mask_token_id": mask_token_id, "draft_vocab_size": draft_vocab_size, **(config or {})}

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .data import render
+from .data import render, stop_ids
 from .prompts import Prompt, open_template
 from .sampling import Continuation, continue_batch
 
@@ -127,8 +127,7 @@ class SampleMaker:
             raise ValueError(
                 "The target's tokenizer has no end-of-sequence token, so no response can end. Set `tokenizer.eos_token`."
             )
-        eos_ids = target.generation_config.eos_token_id
-        self.eos_ids = {tokenizer.eos_token_id, *([eos_ids] if isinstance(eos_ids, int) else eos_ids or [])}
+        self.eos_ids = {tokenizer.eos_token_id} | stop_ids(target.generation_config)
         self.pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.max_prompt_tokens = room_for_prompt(target, settings.max_new_tokens)
         if makes_up_prompts:

@@ -132,6 +132,7 @@ class LongSparkTrainer(Trainer):
         args.remove_unused_columns = False
         args.label_names = []
         args.ddp_find_unused_parameters = False
+        args._n_gpu = min(args.n_gpu, 1)  # several GPUs take several processes: `DataParallel` cannot split the views
         super().__init__(
             drafter, args, data_collator=collate, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
@@ -143,7 +144,6 @@ class LongSparkTrainer(Trainer):
             )
         if self.is_fsdp_enabled:
             drafter.get_input_embeddings = lambda: None  # accelerate asks; the drafter borrows the target's
-        args._n_gpu = min(args.n_gpu, 1)  # several GPUs take several processes: `DataParallel` cannot split the views
         self.model_accepts_loss_kwargs = False
         self.target = target.requires_grad_(False).eval()
         if getattr(target, "hf_device_map", None) is None:
@@ -325,7 +325,7 @@ class LongSparkTrainer(Trainer):
             `dict`: see [`summarize`].
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        drafter = self._whole_drafter()
+        drafter = self.whole_drafter()
         was_training = drafter.training
         drafter.eval()
         world, rank = self.args.world_size, self.args.process_index
@@ -354,7 +354,7 @@ class LongSparkTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _whole_drafter(self) -> LongSparkDrafter:
+    def whole_drafter(self) -> LongSparkDrafter:
         """The drafter to evaluate; a copy where it is sharded, as processes evaluate on their own."""
         drafter = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not self.is_fsdp_enabled:
@@ -384,6 +384,12 @@ class LongSparkTrainer(Trainer):
             self.num_anchors_seen = json.loads(file.read_text())["num_anchors_seen"]
 
 
+def complete_checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """Folders of the checkpoints that were written to their end, by step."""
+    files = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COMPLETE}")
+    return {int(file.parent.name.rpartition("-")[2]): file.parent for file in files}
+
+
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     """
     The newest checkpoint that was written to its end. Those that were not are deleted, or they would be in the way.
@@ -391,10 +397,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     Args:
         output_dir (`str`): Of the run.
     """
-    found = []
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if (folder / COMPLETE).exists():
-            found.append((int(folder.name.rpartition("-")[2]), str(folder)))
-        else:
-            shutil.rmtree(folder)
-    return max(found)[1] if found else None
+    complete = complete_checkpoints(output_dir)
+    for folder in set(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - set(complete.values()):
+        shutil.rmtree(folder)
+    return str(complete[max(complete)]) if complete else None

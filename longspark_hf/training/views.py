@@ -7,7 +7,6 @@ An anchor with index `s` sees rows `0..s-1`; its boundary is row `s-1`; slot `j`
 `s+1+j` and is judged by the target's distribution at row `s+j` (format file, section 4).
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from longspark_hf.cache_longspark import fold_rows
 from longspark_hf.configuration_longspark import LongSparkConfig
+from longspark_hf.evaluation.targets import cache_argument
 from longspark_hf.modeling_longspark import LongSparkDrafter
 from longspark_hf.target_longspark import BorrowedTarget
 
@@ -95,10 +95,9 @@ def run_target(
     place = next(target.parameters()).device
     padded = None if min(lengths) == input_ids.shape[1] else attention_mask.to(place)
     decoder = target.get_decoder()
-    # Its name changed in transformers 5.24.
-    cache_name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    kept = {"use_cache": True, cache_argument(decoder): cache}
     try:
-        output = decoder(input_ids=input_ids.to(place), attention_mask=padded, use_cache=True, **{cache_name: cache})
+        output = decoder(input_ids=input_ids.to(place), attention_mask=padded, **kept)
         normed = output.last_hidden_state.to(device)
     finally:
         for handle in handles:
