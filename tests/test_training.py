@@ -244,6 +244,26 @@ def test_gradient_checkpointing_changes_no_gradient(tmp_path):
         assert torch.equal(parameter, other), name
 
 
+def test_a_compiled_run_trains_saves_and_evaluates_as_any(tmp_path, monkeypatch):
+    for name in ("BACKEND", "USE_REGIONAL_COMPILATION", "USE_DYNAMIC"):  # the Trainer sets them for good
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "no")
+    target = targets.build("llama")
+    losses, drafter = trained(target, tmp_path / "plain")
+    compiled = make_drafter(target, block_size=4)
+    options = {"max_steps": 2, "anchors_per_group": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    torch._dynamo.reset()
+    trainer = trainer_for(target, compiled, tmp_path / "compiled", **options)
+    trainer.train()
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == pytest.approx(losses, rel=1e-5)
+    # Fusions, a layer and the Markov head, each once more where shapes change: not anew in every pass.
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    saved = LongSparkDrafter.from_pretrained(tmp_path / "compiled" / "checkpoint-2")
+    for (name, parameter), other in zip(drafter.named_parameters(), saved.parameters()):
+        assert torch.allclose(parameter, other, atol=1e-5), name
+    assert "eval_accepted_1" in trainer.evaluate(data(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_bf16_autocast_the_loss_is_fp32_and_close(tmp_path, monkeypatch, dtype):
     target, seen = targets.build("llama"), []

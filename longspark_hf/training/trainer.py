@@ -7,6 +7,7 @@ Does not know: how views are made (views), what the loss is (loss_longspark), wh
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -133,6 +134,10 @@ class LongSparkTrainer(Trainer):
         args.label_names = []
         args.ddp_find_unused_parameters = False
         args._n_gpu = min(args.n_gpu, 1)  # several GPUs take several processes: `DataParallel` cannot split the views
+        if args.torch_compile:
+            # Layer by layer, for shapes that change: the views of every pass have lengths of their own.
+            os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "1"
+            os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "1"
         super().__init__(
             drafter, args, data_collator=collate, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
