@@ -9,12 +9,7 @@ from pathlib import Path
 from transformers import DynamicCache
 
 from longspark_hf.evaluation.demo import build_drafter
-from longspark_hf.evaluation.targets import load_target
-
-
-# The name of `generate`'s cache argument changed in transformers 5.24.
-def cache_argument(target):
-    return "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
+from longspark_hf.evaluation.targets import cache_argument, load_target
 
 
 parser = argparse.ArgumentParser(description=__doc__)

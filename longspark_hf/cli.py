@@ -407,6 +407,76 @@ def report(
             print(path)
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Hub id or folder of a released checkpoint (Hehy/LongSpark-Qwen3-*).")],
+    output: Annotated[Path, typer.Argument(help="Folder to write, new or empty.")],
+    repo: Annotated[str | None, typer.Option(help="user/name it will be published as, for its card.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Hub id of its target. Default: as published, or as its config says.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="For its card. Default: as the source's card says.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the source.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Rewrite a released checkpoint so that it loads anywhere.
+
+    The folder then holds config, safetensors, the modules as remote code, and a card; weights are renamed, not changed.
+    """
+    from longspark_hf.hub import convert
+
+    hub_arguments = {} if revision is None else {"revision": revision}
+    with _bad_input_exits():
+        report = convert(source, output, repo_id=repo, target=target, license=license, **hub_arguments)
+    _show(report, as_json, console.print_convert)
+
+
+@app.command()
+def push(
+    folder: Annotated[
+        Path, typer.Argument(help="Saved by `save_pretrained`, `longspark train` or `longspark convert`.")
+    ],
+    repo: Annotated[str, typer.Argument(help="user/name; made where it does not exist.")],
+    upload: Annotated[bool, typer.Option("--upload", help="Do it. Without, it is only shown.")] = False,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository. Default: the account's setting.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to, made where it does not exist.")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Another file of the folder, by name; may be repeated.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="For the card, such as apache-2.0.")] = None,
+    training_data: Annotated[str | None, typer.Option(help="For the card: trained on what, in a sentence.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Publish a drafter, after showing what would be published.
+
+    Shows files, sizes and the card, with figures from the result files in the folder. Refuses pickles, stray files and secrets.
+    """
+    from longspark_hf.hub import plan_push, push
+
+    with _bad_input_exits():
+        plan = plan_push(
+            folder,
+            repo,
+            private=private,
+            revision=revision,
+            commit_message=message,
+            include=tuple(include or ()),
+            license=license,
+            training_data=training_data,
+        )
+        report = plan.to_dict()
+        if upload:
+            if not as_json:
+                console.print_push(report)
+            report["commit_url"] = push(plan)
+    _show(report, as_json, console.print_pushed if upload else console.print_push)
+
+
 def main() -> None:
     """Entry point of the `longspark` command."""
     app()

@@ -5,10 +5,12 @@ Does not know: weights, a live target, or how the views are filled.
 """
 
 import copy
+import hashlib
+import json
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 RELEASED_MODEL_TYPE = "draftfreekv"
@@ -46,6 +48,66 @@ _RELEASED_FIELDS = {
     "torch_dtype": ("dtype", None),
     "architectures": ("architectures", None),
 }
+# Keys that a released config may hold without a meaning here, next to those that any config of transformers has.
+_RELEASED_IGNORED = {
+    "model_type",
+    "transformers_version",
+    "_name_or_path",
+    "auto_map",
+    "use_cache",
+    "tie_word_embeddings",
+    "initializer_range",
+    "target_layer_ids",
+    "target_layer_policy",
+    "parallel_mixer_layers",
+    "parallel_mixer_rank",
+    "parallel_mixer_alpha",
+    "parallel_mixer_num_heads",
+    "local_draft_rows",
+    "max_accepted_tokens",
+    "qwen_rope_theta",
+    "qwen_gradient_checkpointing",
+    "qwen_initialize_from_target",
+    "global_checkpoint_compatibility",
+    "global_query_mode",
+    "global_query_equicorrelation",
+    "global_query_slot_mass_mode",
+    "memory_output_slots",
+    "memory_source_window",
+    "memory_query_mode",
+    "memory_query_residual_rank",
+    "memory_external_key_mode",
+    "memory_anchor_policy",
+    "memory_attention_backend",
+    "target_kv_memory_query_rank",
+    "adapter_rank",
+    "adapter_alpha",
+    "transition_rank",
+    "transition_alpha",
+    "xpress_num_refinement_steps",
+    "xpress_early_stop",
+    "xpress_activation",
+    "training_objective",
+}
+# What a config file could use to make transformers read other files or patch code.
+_NEVER_FOLLOWED = (
+    "transformers_weights",
+    "configuration_files",
+    "fusion_config",
+    "kernel_config",
+    "distributed_config",
+)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """
+    What a tokenizer's ids mean, as a hash: equal for two tokenizers that give every token the same id.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Its vocabulary counts, added tokens included; chat template and settings do not.
+    """
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 def uniform_layer_ids(num_target_layers: int, num_layers: int = 5) -> list[int]:
@@ -94,6 +156,8 @@ class LongSparkConfig(PreTrainedConfig):
         rope_parameters (`dict`): Rotary parameters of the target. Serves the unbound drafter; a bound target's rotary
             module wins. Keyed by layer type where the target's is (Gemma 3), with `layer_types` naming each draft layer's.
         target_name_or_path (`str`, *optional*): The target this drafter was made for.
+        target_model_type (`str`, *optional*): Its `model_type`. With the shapes above and the next field, its fingerprint.
+        target_tokenizer (`str`, *optional*): [`tokenizer_fingerprint`] of its tokenizer.
 
     Raises:
         `ValueError`: for fields that contradict each other.
@@ -126,12 +190,15 @@ class LongSparkConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     max_position_embeddings: int = 40960
     target_name_or_path: str | None = None
+    target_model_type: str | None = None
+    target_tokenizer: str | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        _check_harmless(kwargs)
         if self.target_layer_ids is None:
             self.target_layer_ids = uniform_layer_ids(self.num_target_layers)
         if self.num_hidden_layers is None:
@@ -195,13 +262,16 @@ class LongSparkConfig(PreTrainedConfig):
         return batch_size * self.num_hidden_layers * (window + summary + boundary)
 
     @classmethod
-    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "LongSparkConfig":
+    def from_target(
+        cls, target_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None, **overrides: Any
+    ) -> "LongSparkConfig":
         r"""
         The configuration of a drafter that fits a target.
 
         Args:
             target_config (`PreTrainedConfig`):
                 Config of a decoder-only target, or of a multimodal model with a text decoder.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the target; its fingerprint is stored.
             overrides (`Any`):
                 Any field of [`LongSparkConfig`]. `mask_token_id` must be given.
 
@@ -251,6 +321,8 @@ class LongSparkConfig(PreTrainedConfig):
             "layer_types": [layer_types[i] for i in ids if i < num_target_layers] if keyed_by_type else None,
             "max_position_embeddings": text.max_position_embeddings,
             "target_name_or_path": getattr(target_config, "_name_or_path", "") or None,
+            "target_model_type": text.model_type or None,
+            "target_tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             "bos_token_id": getattr(text, "bos_token_id", None),
             "eos_token_id": getattr(text, "eos_token_id", None),
             "pad_token_id": getattr(text, "pad_token_id", None),
@@ -274,8 +346,36 @@ class LongSparkConfig(PreTrainedConfig):
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         if config_dict.get("model_type") == RELEASED_MODEL_TYPE:
+            _check_released_keys(config_dict)
             config_dict = _translate_released(config_dict)
         return config_dict, kwargs
+
+
+def _check_harmless(fields: dict[str, Any]) -> None:
+    """Raise for what a config file has no business to ask for."""
+    for key in _NEVER_FOLLOWED:
+        if fields.get(key) is not None:
+            raise ValueError(
+                f"The drafter's config has `{key}` = {fields[key]!r}, which would lead to other files or code. That is never "
+                "followed: remove it from config.json, and ask how it came there."
+            )
+    attention = fields.get("attn_implementation")
+    if isinstance(attention, str) and "/" in attention:
+        raise ValueError(
+            f"The drafter's config asks for the attention kernel {attention!r} from the Hub. A drafter computes its attention "
+            "itself: leave out `attn_implementation`."
+        )
+
+
+def _check_released_keys(released: dict[str, Any]) -> None:
+    """Raise for a key of a released config.json that nobody described: it may mean another drafter."""
+    generic = set(PreTrainedConfig().to_dict())
+    unknown = sorted(set(released) - _RELEASED_IGNORED - set(_RELEASED_FIELDS) - set(_RELEASED_FIXED) - generic)
+    if unknown:
+        raise ValueError(
+            f"The released config has keys that are not known: {', '.join(unknown)}. They may ask for another drafter than the one "
+            "computed here. Update longspark_hf; if you know that they mean nothing at inference, remove them from config.json."
+        )
 
 
 def _translate_released(released: dict[str, Any]) -> dict[str, Any]:
@@ -321,4 +421,4 @@ def _translate_released(released: dict[str, Any]) -> dict[str, Any]:
     return ours
 
 
-__all__ = ["LongSparkConfig"]
+__all__ = ["LongSparkConfig", "tokenizer_fingerprint"]

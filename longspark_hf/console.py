@@ -227,6 +227,44 @@ def print_sweep(result: dict[str, Any], output: Path) -> None:
         console.print(f"[dim]{line}[/dim]", soft_wrap=line.startswith("Written"))
 
 
+def print_convert(report: dict[str, Any]) -> None:
+    """A converted checkpoint, and how it is loaded."""
+    table = _fields_table()
+    table.add_row("from", report["source"])
+    table.add_row("target", report["target"] or "not known: pass --target")
+    table.add_row("weights", f"{report['tensors']} tensors, {report['parameters']:,} parameters, unchanged")
+    sizes = "those of a published checkpoint" if report["published"] else "of no published checkpoint"
+    table.add_row("sizes", sizes + ("; its config.json has another size" if report["config_differs"] else ""))
+    table.add_row("written to", report["output"])
+    _stdout().print(table)
+    _stdout().print(
+        f'\ndrafter = AutoModel.from_pretrained("{report["output"]}", trust_remote_code=True)',
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def print_push(report: dict[str, Any]) -> None:
+    """What a push uploads, file by file, and the card."""
+    columns = [("file", lambda row: row[0]), ("bytes", lambda row: f"{row[1]:,}")]
+    rows = [*report["files"].items(), ("in all", report["total_bytes"])]
+    _stdout().print(_columns_table(columns, rows))
+    if report["left_out"]:
+        _stdout().print(f"Left out: {', '.join(report['left_out'])}.", soft_wrap=True, markup=False)
+    _stdout().print("README.md:\n", soft_wrap=True)
+    _stdout().print(report["card"], soft_wrap=True, markup=False, highlight=False)
+    visible = {None: "", True: ", private if new", False: ", public if new"}[report["private"]]
+    where = f"{report['repo_id']}, branch {report['revision'] or 'main'}{visible}"
+    _stdout().print(f"This goes to {where}, as '{report['commit_message']}'.", soft_wrap=True, markup=False)
+    if report["commit_url"] is None:
+        _stdout().print("Nothing has been uploaded yet; --upload does it.", soft_wrap=True)
+
+
+def print_pushed(report: dict[str, Any]) -> None:
+    """Where the upload went; the rest was shown before it."""
+    _stdout().print(f"Uploaded: {report['commit_url']}", soft_wrap=True)
+
+
 def _stdout() -> Console:
     # Rich assumes 80 columns where there is no terminal, too few for the tables.
     return Console(width=None if sys.stdout.isatty() else 100, highlight=False)

@@ -19,6 +19,7 @@ from transformers import (
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
@@ -32,6 +33,7 @@ from transformers.utils import logging
 
 from .cache_longspark import LongSparkCache
 from .checks_longspark import Call, check_call
+from .configuration_longspark import tokenizer_fingerprint
 from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
 from .target_longspark import BorrowedTarget, check_fit
@@ -234,17 +236,24 @@ class LongSparkCandidateGenerator(CandidateGenerator):
 class LongSparkAssistant:
     """The part of a drafter that `generate` talks to."""
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """
-        Raise if this drafter cannot draft for a target.
+        Raise if this drafter cannot draft for a target, warn if it may draft badly. `generate` calls it by itself.
 
         Args:
             target (`PreTrainedModel`): The target.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the target, to be compared with the one of training.
 
         Raises:
             `ValueError`: naming both values and the fix.
         """
         check_fit(self.config, target)
+        known = self.config.target_tokenizer
+        if known and tokenizer is not None and tokenizer_fingerprint(tokenizer) != known:
+            logger.warning_once(
+                f"The tokenizer differs from the one this drafter was made with ({tokenizer_fingerprint(tokenizer)}, not {known}). "
+                "Output stays the target's; drafts are good only as far as token ids mean the same."
+            )
 
     def assisted_decoding(
         self,

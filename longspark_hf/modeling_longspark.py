@@ -1,7 +1,8 @@
 """The LongSpark drafter: one parallel pass over a block, from fixed-size views of the target's prefix.
 
 Knows: what is computed from the views (a `LongSparkCache`) and the modules borrowed from a target (a `BorrowedTarget`).
-Does not know: how the views are filled, or when a round happens (generation_longspark).
+Does not know: how the views are filled, when a round happens (generation_longspark), or how weights are loaded and saved
+(repository_longspark).
 """
 
 from collections.abc import Callable
@@ -20,23 +21,11 @@ from .cache_longspark import LongSparkCache, LongSparkCacheLayer
 from .configuration_longspark import LongSparkConfig
 from .generation_longspark import LongSparkAssistant
 from .loss_longspark import at_least_fp32, slot_weights, weighted_loss
+from .repository_longspark import LongSparkRepository
 from .target_longspark import BorrowedTarget, call_borrowed, config_rotary
+from .weights_longspark import RELEASED_NAMES
 
 
-# Names in the released checkpoints -> ours (format file, section 1.2).
-RELEASED_NAMES = {
-    r"^draft_state_encoder\.proj\.net\.0\.": "boundary_fusion.fc1.",
-    r"^draft_state_encoder\.proj\.net\.2\.": "boundary_fusion.fc2.",
-    r"^draft_state_encoder\.norm\.": "boundary_fusion.norm.",
-    r"^parallel_shifted_input\.position_embedding\.": "position_embedding.",
-    r"^parallel_shifted_input\.proj\.net\.0\.": "input_mapping.fc1.",
-    r"^parallel_shifted_input\.proj\.net\.2\.": "input_mapping.fc2.",
-    r"^parallel_shifted_input\.norm\.": "input_mapping.norm.",
-    r"^parallel_qwen_layers\.": "layers.",
-    r"^global16_raw256_reference\.global_query_generator\.learned_query$": "summary_queries",
-    r"^parallel_markov_head\.markov_w1\.": "markov_head.w1.",
-    r"^parallel_markov_head\.markov_w2\.": "markov_head.w2.",
-}
 # The fusion blocks keep this epsilon whatever `config.rms_norm_eps` says (format file, section 2.2).
 FUSION_EPS = 1e-6
 
@@ -201,7 +190,7 @@ class LongSparkDraft(ModelOutput):
     possible: torch.Tensor | None = None
 
 
-class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
+class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel):
     r"""
     Block-diffusion drafter with a prefix state of fixed size. Pass it as `assistant_model` to the target's `generate`.
 
@@ -257,39 +246,6 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
             init.normal_(self.summary_queries, mean=0.0, std=self.config.head_dim**-0.5)
             if self.draft_token_ids is not None:
                 init.copy_(self.draft_token_ids, torch.arange(self.config.draft_vocab_size))
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "LongSparkDrafter":
-        r"""
-        Load a drafter in our format or a released checkpoint (`Hehy/LongSpark-Qwen3-*`).
-
-        Args:
-            pretrained_model_name_or_path (`str`): Hub id or local folder.
-            kwargs (`Any`): As for `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            `ValueError`: if the weights lack a tensor the config asks for, hold one it does not, or one of another shape.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        kwargs.setdefault("key_mapping", RELEASED_NAMES)
-        drafter, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
-        problems = {
-            "missing": sorted(info["missing_keys"]),
-            "unexpected": sorted(info["unexpected_keys"]),
-            "of another shape": [
-                f"{name} {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])
-            ],
-        }
-        if any(problems.values()):
-            raise ValueError(
-                f"The weights of {pretrained_model_name_or_path} do not fit their config. "
-                + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
-                + ". The repository is incomplete or its config.json belongs to another one."
-            )
-        drafter._weight_conversions = []  # or saving would write the released names back
-        return (drafter, info) if with_info else drafter
 
     def new_cache(self) -> LongSparkCache:
         """An empty state for this drafter, on its device and with its dtype for window and boundary."""
@@ -482,4 +438,8 @@ class LongSparkDrafter(LongSparkAssistant, PreTrainedModel):
         return (probabilities / noise).argmax(dim=-1)
 
 
-__all__ = ["LongSparkDrafter"]
+# Saved drafters bring these modules along and name them in `auto_map`.
+LongSparkConfig.register_for_auto_class()
+LongSparkDrafter.register_for_auto_class("AutoModel")
+
+__all__ = ["LongSparkDrafter", "RELEASED_NAMES"]

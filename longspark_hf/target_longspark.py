@@ -6,13 +6,13 @@ Does not know: what the drafter computes with them (modeling_longspark) or when 
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
@@ -183,7 +183,7 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
     Raises:
         `ValueError`: naming both values and the fix.
     """
-    check_config_fit(config, target.config)
+    check_config_fit(config, target.config, list(getattr(target, "peft_config", None) or ()))
     borrowed = BorrowedTarget.of(target, config)
 
     head_rows = getattr(borrowed.lm_head, "out_features", config.vocab_size)
@@ -218,9 +218,14 @@ def check_fit(config: LongSparkConfig, target: PreTrainedModel) -> None:
         )
 
 
-def check_config_fit(config: LongSparkConfig, target_config) -> None:
+def check_config_fit(config: LongSparkConfig, target_config: PreTrainedConfig, adapters: Sequence[str] = ()) -> None:
     """
-    The part of [`check_fit`] that needs only the target's config.
+    The part of [`check_fit`] that needs only the target's config. Warns once per process, in one line.
+
+    Args:
+        config ([`LongSparkConfig`]): Of the drafter.
+        target_config (`PreTrainedConfig`): Of the target.
+        adapters (`Sequence[str]`): Names of the adapters (PEFT) in the target.
 
     Raises:
         `ValueError`: naming both values and the fix.
@@ -246,13 +251,6 @@ def check_config_fit(config: LongSparkConfig, target_config) -> None:
             f"built for {made_for} with {', '.join(wrong)}. Load the drafter that was trained for this target, or build "
             "one with `LongSparkConfig.from_target(target.config, mask_token_id=...)`."
         )
-    # A local copy of the same model differs in its directory only.
-    names = {name.rstrip("/").rpartition("/")[2] for name in (made_for, expected.target_name_or_path or "")} - {""}
-    if config.target_name_or_path and len(names) > 1:
-        logger.warning_once(
-            f"This drafter was made for {made_for}, the target is {expected.target_name_or_path}. Output stays the "
-            "target's; a fine-tune of the same base is usually still drafted well, any other target is not."
-        )
     text = target_config.get_text_config(decoder=True)
     if any(parameters.get("rope_type") == "dynamic" for parameters in flat_rope(text.rope_parameters)):
         raise ValueError(
@@ -260,10 +258,24 @@ def check_config_fit(config: LongSparkConfig, target_config) -> None:
             "written, so no speculative decoding is exact there. Set another `rope_type` (a fixed `rope_theta`, "
             "`linear`, `yarn`) in the target's `rope_parameters`, or generate without `assistant_model`."
         )
+
+    differences = []
+    # A local copy of the same model differs in its directory only.
+    names = {name.rstrip("/").rpartition("/")[2] for name in (made_for, expected.target_name_or_path or "")} - {""}
+    if config.target_name_or_path and len(names) > 1:
+        differences.append(f"made for {made_for}, the target is {expected.target_name_or_path}")
+    if config.target_model_type and config.target_model_type != expected.target_model_type:
+        differences.append(f"made for a `{config.target_model_type}`, the target is a `{expected.target_model_type}`")
+    if adapters:
+        differences.append(f"made for {made_for} without adapters, the target has {', '.join(adapters)}")
     if config.rope_parameters and flat_rope(config.rope_parameters) != flat_rope(text.rope_parameters):
+        differences.append(
+            f"made with the rotary parameters {config.rope_parameters}, the target has {text.rope_parameters}, which are used"
+        )
+    if differences:
         logger.warning_once(
-            f"The target's rotary parameters {text.rope_parameters} differ from those the drafter was made with, "
-            f"{config.rope_parameters}. The target's are used; drafts may be accepted less often."
+            f"This drafter was {'; it was '.join(differences)}. Output stays the target's; a fine-tune of the same base is "
+            "usually still drafted well, any other target is not."
         )
 
 

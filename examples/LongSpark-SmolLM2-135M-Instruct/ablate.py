@@ -97,7 +97,7 @@ def make_drafter(target, tokenizer, data, change: dict[str, Any]) -> LongSparkDr
         drafter.draft_token_ids = frequent_tokens(data.training, fields["draft_vocab_size"], target.config.vocab_size)
     start = change.get("start")
     if start != "random":
-        initialize_from_target(drafter, target, data.sample(2000) if start is None else [])
+        initialize_from_target(drafter, target)
     if start is None:
         # The same fit serves all variants that read the same states.
         key = (*fields["target_layer_ids"], fields["boundary_residual"])

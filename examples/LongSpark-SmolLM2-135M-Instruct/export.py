@@ -1,8 +1,9 @@
-"""From a training run to the files of this folder: weights in bf16, measured τ, and the card.
+"""From training runs to the files of this folder: weights in bf16, measured τ, and the card.
 
     python examples/LongSpark-SmolLM2-135M-Instruct/export.py --run runs/smollm2 --eval-data DIR --data smollm2_synthetic.jsonl
 
 `--eval-data` holds `eval_NAME.jsonl` files of `{"turns": [...]}`; first turns are used. The last 5% of `--data` was held out.
+Several runs after `--run` are those that started from each other's newest checkpoint, in order. `--card` makes only the card anew.
 """
 
 import argparse
@@ -11,47 +12,27 @@ from pathlib import Path
 
 import torch
 
-from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf import LongSparkDrafter
+from longspark_hf.configuration_longspark import tokenizer_fingerprint
 from longspark_hf.evaluation.provenance import provenance, write_result
 from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_drafter, load_target
+from longspark_hf.hub.card import model_card, read_results
 from longspark_hf.training.data import read_samples
 from longspark_hf.training.metrics import generated_tau
+from longspark_hf.training.trainer import COMPLETE, complete_checkpoints
 
 
 FOLDER = Path(__file__).parent
-CARD = """---
-library_name: transformers
-base_model: {target}
-license: apache-2.0
-pipeline_tag: text-generation
-tags: [longspark, speculative-decoding]
----
-# LongSpark drafter for {target}
-
-A small demonstration drafter: {parameters:.1f}M parameters, trained on one CPU core with `train.py` beside this card. It is
-no standalone model; pass it to the target's `generate` as `assistant_model`, with longspark_hf installed. Output stays the
-target's, whatever it proposes.
-
-| prompts | τ at T = 0 | τ at T = 1 |
-|---|--:|--:|
-{rows}
-
-τ is the mean number of tokens committed per round of `generate`, at most {most}; here over {prompts} prompts a set and
-{new_tokens} new tokens each. All figures on this page: the JSON files beside it, {dtype} on {device}, torch {torch},
-transformers {transformers}, {date}.
-
-## Training
-
-{anchors:,} anchors in {steps:,} optimizer steps over self-generated conversations of the target, the last 5% held out. Draft
-layers read target layers {layers}; the drafter proposes only the {vocabulary:,} most frequent tokens of the data.
-
-| steps | anchors seen | τ at T = 0 on 8 held-out prompts | simulated τ at T = 0.7 and 1 |
-|--:|--:|--:|--:|
-{progress}
-"""
+TRAINING_DATA = (
+    "Conversations of the target with itself: prompts sampled from its chat template, word problems and Python tasks from "
+    "`prompts.py`, questions about long documents, all answered by the target at temperatures 0, 0.7 and 1; a tenth joined to contexts "
+    "of about 3,000 tokens. Trained on one CPU core by `train.py`, beside this card."
+)
 ABLATIONS = """
-What each part is worth, {ablation_steps} steps ({ablation_anchors:,} anchors) for every variant; simulated τ on held-out
-conversations of some hundred and of about {long_tokens:,} tokens:
+## What each part is worth
+
+{ablation_steps} optimizer steps ({ablation_anchors:,} anchors) for every variant; simulated τ on held-out conversations of some
+hundred and of about {long_tokens:,} tokens:
 
 | variant | τ, short | τ, long | first draft token accepted, short | long | parameters |
 |---|--:|--:|--:|--:|--:|
@@ -69,16 +50,25 @@ def prompt_ids(tokenizer, text: str) -> torch.LongTensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, help="output folder of train.py")
-    parser.add_argument("--eval-data", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--run", nargs="+", help="output folder of train.py")
+    parser.add_argument("--eval-data")
+    parser.add_argument("--data")
     parser.add_argument("--prompts", type=int, default=5, help="per set")
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--card", action="store_true", help="make only the card anew, from the result files")
     options = parser.parse_args()
+    if options.card:
+        write_card(LongSparkDrafter.from_pretrained(FOLDER))
+        return
+    if not (options.run and options.eval_data and options.data):
+        parser.error("--run, --eval-data and --data are needed, or --card")
 
-    best = Path(options.run) / "best"
-    LongSparkDrafter.from_pretrained(best, dtype=torch.bfloat16).save_pretrained(FOLDER)
+    best = Path(options.run[-1]) / "best"
     target, tokenizer = load_target("smollm2")
+    trained = LongSparkDrafter.from_pretrained(best, dtype=torch.bfloat16)
+    trained.config.target_model_type = target.config.model_type
+    trained.config.target_tokenizer = tokenizer_fingerprint(tokenizer)
+    trained.save_pretrained(FOLDER)
     drafter = load_drafter(str(FOLDER))  # what is shipped, rounded to bf16, computed in fp32
 
     sets = {}
@@ -97,46 +87,53 @@ def main() -> None:
             taus[name][temperature] = generated_tau(target, drafter, prompts, options.new_tokens, **sampling)
             print(name, "T =", temperature, round(taus[name][temperature], 3), flush=True)
 
-    metrics = json.loads((best / "metrics.json").read_text())
-    training = json.loads((Path(options.run) / "provenance.json").read_text())
-    source = provenance(drafter.dtype)
-    evaluations = [json.loads(line) for line in (Path(options.run) / "evaluations.jsonl").read_text().splitlines()]
+    training, evaluations = training_history([Path(run) for run in options.run])
     result = {
         "target": SMOLLM2_HUB_ID,
         "tau": taus,
         "prompts_per_set": options.prompts,
         "new_tokens": options.new_tokens,
-        "training": {"metrics_of_the_best_checkpoint": metrics, "provenance": training},
+        "training": training,
         "evaluations": evaluations,
-        "provenance": source,
+        "provenance": provenance(drafter.dtype),
     }
     write_result(FOLDER / "results.json", result)
-    write_card(drafter.config, drafter.num_parameters(), result)
+    write_card(drafter)
 
 
-def write_card(config: LongSparkConfig, parameters: int, result: dict) -> None:
+def training_history(runs: list[Path]) -> tuple[dict, list[dict]]:
+    """Provenance and evaluations of runs that started from each other, steps and anchors counted from the first one's start."""
+    best = json.loads((runs[-1] / "best" / "metrics.json").read_text())["step"]
+    evaluations, steps, anchors = [], 0, 0
+    for run in runs:
+        before = steps
+        for line in (run / "evaluations.jsonl").read_text().splitlines():
+            e = json.loads(line)
+            evaluations.append(e | {"step": steps + e["step"], "eval_anchors_seen": anchors + e["eval_anchors_seen"]})
+        step, folder = max(complete_checkpoints(run).items())
+        steps, anchors = steps + step, anchors + json.loads((Path(folder) / COMPLETE).read_text())["num_anchors_seen"]
+    provenances = [json.loads((run / "provenance.json").read_text()) for run in runs]
+    training = {
+        "metrics_of_the_best_checkpoint": next(e for e in evaluations if e["step"] == before + best),
+        "provenance": provenances[-1],
+        "earlier_runs": provenances[:-1],
+    }
+    return training, evaluations
+
+
+def write_card(drafter: LongSparkDrafter) -> None:
     """The card, from result files alone."""
-    metrics, source = result["training"]["metrics_of_the_best_checkpoint"], result["provenance"]
-    card = CARD.format(
-        target=SMOLLM2_HUB_ID,
-        parameters=parameters / 1e6,
-        rows="\n".join(f"| {name} | {t['0']:.2f} | {t['1']:.2f} |" for name, t in result["tau"].items()),
-        most=config.block_size + 1,
-        prompts=result["prompts_per_set"],
-        new_tokens=result["new_tokens"],
-        anchors=metrics["eval_anchors_seen"],
-        steps=metrics["step"],
-        layers=", ".join(map(str, config.target_layer_ids)),
-        vocabulary=config.draft_vocab_size,
-        progress="\n".join(
-            f"| {e['step']:,} | {e['eval_anchors_seen']:,} | {e['eval_tau']:.2f} | {e['eval_simulated_tau']:.2f} |"
-            for e in result["evaluations"]
-        ),
-        **{key: source[key] for key in ("device", "dtype", "torch", "transformers", "date")},
+    ablations = FOLDER / "ablations.json"
+    card = model_card(
+        drafter.config,
+        f"longspark-hf/{FOLDER.name}",
+        read_results(FOLDER).values(),
+        license="apache-2.0",
+        training_data=TRAINING_DATA,
+        parameters=drafter.num_parameters(),
+        sections=ablations_section(json.loads(ablations.read_text())) if ablations.exists() else "",
     )
-    if (FOLDER / "ablations.json").exists():
-        card += ablations_section(json.loads((FOLDER / "ablations.json").read_text()))
-    (FOLDER / "README.md").write_text(card, encoding="utf-8")
+    card.save(FOLDER / "README.md")
 
 
 def ablations_section(ablations: dict) -> str:

@@ -301,7 +301,7 @@ def make_plan(
         options["config"] = defaults["config"] | asked
         options["mask_token_id"] = _mask_token_id(mask_token, tokenizer, text.vocab_size)
         fields = options["config"] | {name: options[name] for name in _DRAFTER_OPTIONS}
-        drafter_config = LongSparkConfig.from_target(target_config, **fields)
+        drafter_config = LongSparkConfig.from_target(target_config, tokenizer, **fields)
     else:
         options["config"] = asked
         if mask_token is not None:

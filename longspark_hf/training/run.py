@@ -290,7 +290,7 @@ def prepare(
     if init_from is None:
         if mask_token_id is None:
             wanted["mask_token_id"] = targets.mask_token_id(tokenizer, vocab_size)
-        drafter = LongSparkDrafter(LongSparkConfig.from_target(target.config, **wanted)).float()
+        drafter = LongSparkDrafter(LongSparkConfig.from_target(target.config, tokenizer, **wanted)).float()
         if draft_vocab_size is not None:
             drafter.draft_token_ids = frequent_tokens(data.training, draft_vocab_size, vocab_size)
     else:
