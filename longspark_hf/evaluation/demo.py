@@ -80,11 +80,11 @@ def build_drafter(
         path = str(SHIPPED_DRAFTER)
     if path is not None:
         drafter = load_drafter(path)
-        drafter.check_target(target)
+        drafter.check_target(target, tokenizer)
         return drafter, path, True
 
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    config = LongSparkConfig.from_target(target.config, mask_token_id=mask_token_id(tokenizer, vocab_size))
+    config = LongSparkConfig.from_target(target.config, tokenizer, mask_token_id=mask_token_id(tokenizer, vocab_size))
     torch.manual_seed(0)
     return LongSparkDrafter(config).eval(), "untrained, LongSparkConfig.from_target", False
 

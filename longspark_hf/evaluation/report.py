@@ -16,6 +16,7 @@ from .tables import Table, columns_table, to_markdown_table
 ROOT = Path(longspark_hf.__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
 SWEEP = "sweep_smollm2"
+BENCHES = ("bench_smollm2", "bench_smollm2_long")
 BEGIN, END = "<!-- begin: {name} (made by longspark_hf.evaluation.report) -->", "<!-- end: {name} -->"
 
 
@@ -33,20 +34,11 @@ def measured_with(result: dict[str, Any]) -> str:
     )
 
 
-def cost_table(cost: dict[str, Any], memory: dict[str, Any], memory_default: dict[str, Any]) -> str:
-    """Draft pass and state by context length, as Markdown."""
-    lines = [
-        "| context | draft pass | drafter state | KV of a growing drafter of that shape (computed) |",
-        "|--:|--:|--:|--:|",
-    ]
-    for row in cost["rows"]:
-        sizes = (f"{row[key] / 2**20:,.1f} MiB" for key in ("state_bytes", "growing_peer_state_bytes"))
-        lines.append(f"| {row['context'] // 1024}K | {row['draft_ms']:.1f} ms | {' | '.join(sizes)} |")
+def prefill_lines(cost: dict[str, Any], memory: dict[str, Any], memory_default: dict[str, Any]) -> str:
+    """What a drafter adds to the prefill of a long prompt, as Markdown."""
     prefill, peak, kept = cost["prefill"], memory["peak_memory"], memory_default["peak_memory"]
     return "\n".join(
         [
-            *lines,
-            "",
             f"With a prompt of {prefill['prompt_tokens']:,} tokens, the time to the first token is {prefill['ratio']:.3f} × "
             f"that of plain `generate`, and peak memory in use {peak['ratio']:.3f} × ({kept['ratio']:.2f} × counting the freed blocks that "
             "glibc keeps by default; `MALLOC_MMAP_THRESHOLD_=1048576` returns them).",
@@ -82,15 +74,44 @@ def sweep_table(sweep: dict[str, Any]) -> str:
     )
 
 
+def bench_table(benches: list[dict[str, Any]]) -> str:
+    """What LongSpark and prompt lookup gained over plain `generate` by task and temperature, as Markdown."""
+    header = [
+        "prompts",
+        "new tokens",
+        "T",
+        "τ",
+        "break-even τ",
+        "speedup",
+        "of prompt lookup",
+        "greedy output as plain",
+    ]
+    lines = []
+    for bench in benches:
+        cells = {(row["task"], row["temperature"], row["method"]): row for row in bench["rows"]}
+        for (task, temperature, method), row in cells.items():
+            if method != "longspark":
+                continue
+            lookup = cells.get((task, temperature, "prompt_lookup"), {}).get("speedup")
+            figures = (row["tau"], row["break_even_tau"], row["speedup"], lookup)
+            same = {True: "yes", False: "no", None: "-"}[row["identical"]]
+            shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
+            lines.append([task, f"{row['new_tokens']:,.0f}", f"{temperature:g}", *shown, same])
+    return "\n".join([to_markdown_table(Table(header, lines)), "", page.source_line(benches[0])])
+
+
 def sections() -> dict[str, str]:
     """README's generated sections by name."""
     cost = load("cost_smollm2")
     found = {
-        "cost": cost_table(cost, load("memory_smollm2"), load("memory_smollm2_default_malloc")),
+        "prefill": prefill_lines(cost, load("memory_smollm2"), load("memory_smollm2_default_malloc")),
         "round": round_table(cost),
     }
     if (RESULTS / f"{SWEEP}.json").is_file():
         found["sweep"] = sweep_table(load(SWEEP))
+    benches = [load(name) for name in BENCHES if (RESULTS / f"{name}.json").is_file()]
+    if benches:
+        found["bench"] = bench_table(benches)
     return found
 
 
