@@ -1,23 +1,36 @@
-"""A drafter loaded as remote code, the way its users without longspark_hf load it: `python examples/from_hub.py`.
+"""What users without longspark_hf do with a drafter from the Hub: `python examples/from_hub.py`.
 
-The folder stands for a repository on the Hub: with a Hub id, pass `revision="<commit>"` too, so that the code you run is the
-code you read.
+A saved drafter is a complete repository. It is loaded in a process of its own here, which never imports longspark_hf.
 """
 
-from pathlib import Path
+import subprocess
+import sys
+import tempfile
 
-from transformers import AutoModel
+from longspark_hf import LongSparkDrafter
+from longspark_hf.evaluation.demo import SHIPPED_DRAFTER
+from longspark_hf.evaluation.targets import smollm2_path
 
-from longspark_hf.evaluation.targets import load_target  # only to find the packaged SmolLM2
 
+# With a Hub id in place of the folder pass `revision="<commit>"` too, so that the code that runs is the code that you read.
+USER = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-REPOSITORY = str(Path(__file__).parent / "LongSpark-SmolLM2-135M-Instruct")
-
-target, tokenizer = load_target("smollm2")
-drafter = AutoModel.from_pretrained(REPOSITORY, trust_remote_code=True, dtype="float32")
-print(f"{type(drafter).__name__} from {type(drafter).__module__}")
+folder, file, repository = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
+drafter = AutoModel.from_pretrained(repository, trust_remote_code=True, dtype="float32")
 
 inputs = tokenizer("The three primary colours are", return_tensors="pt")
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=32, do_sample=False)
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 print(drafter.stats)
+print(f"{type(drafter).__name__} from {type(drafter).__module__}; longspark_hf imported: {'longspark_hf' in sys.modules}")
+"""
+
+with tempfile.TemporaryDirectory() as repository:
+    # `drafter.push_to_hub("you/your-drafter")` uploads the same files.
+    LongSparkDrafter.from_pretrained(SHIPPED_DRAFTER).save_pretrained(repository)
+    target = smollm2_path()
+    subprocess.run([sys.executable, "-c", USER, str(target.parent), target.name, repository], check=True)

@@ -25,7 +25,7 @@ SHOWN = {
     "chat.py": r"(?s)> What is a glacier\?.*tokens a round.*> Where in Europe.*tokens a round",
     "long_document.py": r"(?s)read \d{3,} tokens.*first token after",
     "many_prompts.py": r"\d+ tokens in \d+ rounds: [1-5]\.\d\d a round",
-    "from_hub.py": r"LongSparkDrafter from transformers_modules\.",
+    "from_hub.py": r"LongSparkDrafter from transformers_modules\.\S+; longspark_hf imported: False",
     "train_your_own.py": r"(?s)\d conversations kept.*tokens a round, from mine",
 }
 

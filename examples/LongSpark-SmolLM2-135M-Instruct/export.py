@@ -17,6 +17,7 @@ from longspark_hf.configuration_longspark import tokenizer_fingerprint
 from longspark_hf.evaluation.provenance import provenance, write_result
 from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_drafter, load_target
 from longspark_hf.hub.card import model_card, read_results
+from longspark_hf.hub.push import MODULES
 from longspark_hf.training.data import read_samples
 from longspark_hf.training.metrics import generated_tau
 from longspark_hf.training.trainer import COMPLETE, complete_checkpoints
@@ -68,7 +69,7 @@ def main() -> None:
     trained = LongSparkDrafter.from_pretrained(best, dtype=torch.bfloat16)
     trained.config.target_model_type = target.config.model_type
     trained.config.target_tokenizer = tokenizer_fingerprint(tokenizer)
-    trained.save_pretrained(FOLDER)
+    save(trained)
     drafter = load_drafter(str(FOLDER))  # what is shipped, rounded to bf16, computed in fp32
 
     sets = {}
@@ -99,6 +100,16 @@ def main() -> None:
     }
     write_result(FOLDER / "results.json", result)
     write_card(drafter)
+
+
+def save(drafter: LongSparkDrafter) -> None:
+    """Weights and config alone: the modules that a repository on the Hub brings along lie in this one already."""
+    drafter.save_pretrained(FOLDER)
+    for module in MODULES:
+        (FOLDER / module).unlink()
+    config = json.loads((FOLDER / "config.json").read_text())
+    del config["auto_map"]
+    (FOLDER / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def training_history(runs: list[Path]) -> tuple[dict, list[dict]]:
