@@ -491,7 +491,7 @@ def test_the_shipped_drafters_results_become_its_card():
         "Not a standalone model",
         "revision=",
         "## Training data\n\nIts own answers.",
-        "7,500 optimizer steps",
+        f"{results['training']['metrics_of_the_best_checkpoint']['step']:,} optimizer steps",
     ):
         assert part in card.text
     usage = re.search(r"```python\n(.*?)\n```", card.text, re.DOTALL).group(1)

@@ -157,11 +157,12 @@ def test_the_same_command_goes_on_after_ctrl_c_as_if_nothing_had_been(
     choices = {"steps": 12, "eval_prompts": 1, "learning_rate": 0.002}
     run = make_plan(str(target_folder), str(data_file), str(parts), **choices).get_ready(lambda message: None)
     run.trainer.add_callback(InterruptAt(5))
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run()
     # Six steps share a pass of the target: the run stops at the end of them.
     assert (parts / "checkpoint-6" / "complete.json").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
     result = train_command(output=parts)  # the number of steps is the run's
     assert result.exit_code == 0 and f"going on from {parts / 'checkpoint-6'}" in result.stderr
