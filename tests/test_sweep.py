@@ -274,3 +274,11 @@ def test_gpu_script_tells_bad_input_in_one_line(tmp_path, capsys):
 def test_sweep_leaves_out_what_does_not_fit():
     fitting = gpu.fitting_sweep(contexts=[64, 10**11], device="cpu", layers=2, drafter=None)
     assert fitting.contexts == [64]
+
+
+def test_a_finished_result_is_never_overwritten(tmp_path):
+    output = tmp_path / "sweep.json"
+    output.write_text('{"rows": []}')
+    result = longspark("sweep", "--output", output, "--contexts", "64", "--repeats", "1", "--layers", "1")
+    assert_bad_input(result, "holds no unfinished sweep")
+    assert output.read_text() == '{"rows": []}'

@@ -253,11 +253,15 @@ def run(sweep: Sweep, output: str | Path, progress: Callable[[str], None] = lamb
         progress (`Callable`, *optional*): Told what runs now.
 
     Raises:
-        `ValueError`: if the output cannot be written, or holds the passes of another sweep.
+        `ValueError`: if the output cannot be written, or holds a finished result or the passes of another sweep.
     """
     output = Path(output)
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder. Name a file in it.")
+    if output.exists() and not Path(f"{output}.passes").exists():
+        raise ValueError(
+            f"--output {output} exists and holds no unfinished sweep. Name another file, or remove this one."
+        )
     result: dict[str, Any] = {}
     with ResumableJsonl(f"{output}.passes", sweep.settings) as kept:
         passes = list(kept.records())
