@@ -183,6 +183,10 @@ def test_stopped_sweep_keeps_its_passes_and_goes_on(shape, tmp_path, monkeypatch
     assert json.loads(result.stdout)["passes"] == 4
     assert len(calls) == 3  # warm-up and the two that were missing
 
+    calls.clear()
+    again = longspark(*arguments, "40,120", "--json")
+    assert again.exit_code == 0 and again.stdout == result.stdout and not calls  # it is done already
+
 
 def test_prefill_of_every_method_is_measured_where_asked_for(shape, tmp_path):
     result = run_sweep(shape, tmp_path / "sweep.json", prefill_to=40, repeats=1)

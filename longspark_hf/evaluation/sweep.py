@@ -4,6 +4,7 @@ Knows: which passes are timed, in which order, how they become rows, how a stopp
 Does not know: how a drafter drafts (methods), what a target looks like (shapes), how the result is shown (cli, page).
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -253,15 +254,13 @@ def run(sweep: Sweep, output: str | Path, progress: Callable[[str], None] = lamb
         progress (`Callable`, *optional*): Told what runs now.
 
     Raises:
-        `ValueError`: if the output cannot be written, or holds a finished result or the passes of another sweep.
+        `ValueError`: if the output cannot be written, or holds another result or the passes of another sweep.
     """
     output = Path(output)
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder. Name a file in it.")
     if output.exists() and not Path(f"{output}.passes").exists():
-        raise ValueError(
-            f"--output {output} exists and holds no unfinished sweep. Name another file, or remove this one."
-        )
+        return _finished(output, sweep)
     result: dict[str, Any] = {}
     with ResumableJsonl(f"{output}.passes", sweep.settings) as kept:
         passes = list(kept.records())
@@ -286,6 +285,20 @@ def run(sweep: Sweep, output: str | Path, progress: Callable[[str], None] = lamb
     for path in (kept.path, kept.journal):
         path.unlink()
     return result
+
+
+def _finished(output: Path, sweep: Sweep) -> dict[str, Any]:
+    """The result of this very sweep, which is not made twice; anything else is not written over."""
+    try:
+        found = json.loads(output.read_text(encoding="utf-8"))
+        mine = found["kind"] == "sweep" and found["settings"] == sweep.settings and found["passes"] >= sweep.repeats
+    except (ValueError, KeyError, TypeError):
+        mine = False
+    if not mine:
+        raise ValueError(
+            f"--output {output} exists and holds no unfinished sweep. Name another file, or remove this one."
+        )
+    return found
 
 
 def _result(sweep: Sweep, measurement: Measurement, passes: list[dict[str, float]]) -> dict[str, Any]:
