@@ -4,12 +4,11 @@ The `longspark` command: arguments in, exit codes out. What it does is in `longs
 """
 
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 
 try:
@@ -64,7 +63,7 @@ def info(
             drafter_config = load_drafter_config(drafter)
         found = {"drafter": drafter, **describe(target_config, drafter_config)}
 
-    _show(found, as_json, console.print_info)
+    console.show(found, as_json, console.print_info)
     if not found["fits"]:
         raise typer.Exit(1)
 
@@ -98,7 +97,7 @@ def demo(
         "trained": trained,
         **run(model, draft_model, prompts, max_new_tokens, progress=progress),
     }
-    _show(report, as_json, console.print_demo)
+    console.show(report, as_json, console.print_demo)
 
 
 @app.command()
@@ -180,7 +179,7 @@ def data(
             message(f"stopped; what is done is in {output}. Run the same command again to go on.")
             raise typer.Exit(130) from None
 
-    _show(report, as_json, console.print_data, output)
+    console.show(report, as_json, console.print_data, output)
     if not report["kept"]:
         raise typer.Exit(1)
 
@@ -267,10 +266,10 @@ def train(
     if not console.is_first_process():
         return
     if dry_run:
-        _show(plan.describe(), as_json, console.print_plan)
+        console.show(plan.describe(), as_json, console.print_plan)
     else:
         reached = {"steps_done": begun(output)["step"], "steps": plan.options["max_steps"]}
-        _show(result(output) | reached, as_json, console.print_training)
+        console.show(result(output) | reached, as_json, console.print_training)
 
 
 @app.command()
@@ -334,7 +333,7 @@ def bench(
     if as_markdown and not as_json:
         print(markdown(result))
     else:
-        _show(result, as_json, console.print_bench)
+        console.show(result, as_json, console.print_bench)
     if line := warning(result["rows"]):
         console.warn(line)
     if stopped:
@@ -387,7 +386,7 @@ def sweep(
         except KeyboardInterrupt:
             progress(f"stopped. What is done lies in {output}.passes; the same command goes on.")
             raise typer.Exit(130) from None
-    _show(result, as_json, console.print_sweep, output)
+    console.show(result, as_json, console.print_sweep, output)
 
 
 @app.command()
@@ -397,9 +396,7 @@ def report(
         Path, typer.Option(help="page.html, in one file; or page.md, with its plots in a folder beside it.")
     ],
 ) -> None:
-    """
-    Turn result files into one page with plots and tables.
-    """
+    """Turn result files into one page with plots and tables."""
     from longspark_hf.evaluation.page import write_page
 
     with _bad_input_exits():
@@ -426,10 +423,9 @@ def convert(
     """
     from longspark_hf.hub import convert
 
-    hub_arguments = {} if revision is None else {"revision": revision}
     with _bad_input_exits():
-        report = convert(source, output, repo_id=repo, target=target, license=license, **hub_arguments)
-    _show(report, as_json, console.print_convert)
+        report = convert(source, output, repo_id=repo, target=target, license=license, revision=revision)
+    console.show(report, as_json, console.print_convert)
 
 
 @app.command()
@@ -474,7 +470,7 @@ def push(
             if not as_json:
                 console.print_push(report)
             report["commit_url"] = push(plan)
-    _show(report, as_json, console.print_pushed if upload else console.print_push)
+    console.show(report, as_json, console.print_pushed if upload else console.print_push)
 
 
 def main() -> None:
@@ -498,13 +494,6 @@ def _numbers(option: str, text: str, kind: type) -> list:
         return [kind(number) for number in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} takes numbers separated by commas, got '{text}'.") from None
-
-
-def _show(found: dict[str, Any], as_json: bool, show: Callable[..., None], *arguments: Any) -> None:
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found, *arguments)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What the `longspark` command shows: results on stdout, how far it is on stderr.
 
-Knows: how a result looks on a terminal. Does not know: how it came about, what machines get instead (cli).
+Knows: how a result looks on a terminal, and to machines. Does not know: how it came about.
 """
 
+import json
 import os
 import sys
 import time
@@ -62,6 +63,14 @@ def data_progress() -> Iterator[tuple[Callable[[float, int, int], None], Callabl
 
     with bar:
         yield progress, message
+
+
+def show(found: dict[str, Any], as_json: bool, for_people: Callable[..., None], *arguments: Any) -> None:
+    """A result, as JSON for machines or by the function that prints it for people."""
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for_people(found, *arguments)
 
 
 def print_info(found: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from .card_longspark import CARD_TAGS, is_stock_card, write_card
-from .weights_longspark import RELEASED_NAMES, check_weights, hub_arguments
+from .weights_longspark import RELEASED_NAMES, check_weights, hub_arguments, tensor_shapes
 
 
 class LongSparkRepository:
@@ -80,6 +80,17 @@ class LongSparkRepository:
         return (drafter, info) if with_info else drafter
 
     @classmethod
+    def without_weights(cls, config: PreTrainedConfig) -> Any:
+        """
+        A drafter on the meta device, to count and to compare.
+
+        Args:
+            config ([`LongSparkConfig`]): Of the drafter.
+        """
+        with torch.device("meta"):
+            return cls(config)
+
+    @classmethod
     def _check_repository(cls, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Raise before memory is spent if config and weights are not those of one drafter; `kwargs` with the config read."""
         config, where = kwargs.get("config"), hub_arguments(kwargs)
@@ -98,9 +109,7 @@ class LongSparkRepository:
             kwargs.pop("config", None)
             config, kwargs = cls.config_class.from_dict(fields, return_unused_kwargs=True, **kwargs)
             kwargs["config"] = config
-        with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        check_weights(source, expected, kwargs.get("variant"), **where)
+        check_weights(source, tensor_shapes(cls.without_weights(config)), kwargs.get("variant"), **where)
         kwargs.pop("force_download", None)  # done
         return kwargs
 

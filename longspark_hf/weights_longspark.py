@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers.utils import cached_file, has_file
 
 
@@ -51,6 +52,11 @@ def our_name(name: str) -> str:
     for pattern, ours in RELEASED_NAMES.items():
         name = re.sub(pattern, ours, name)
     return name
+
+
+def tensor_shapes(drafter: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that a drafter stores, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
 
 
 def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,6 @@ def saved(tmp_path_factory):
     target.save_pretrained(folder / "target")
     random_drafter(target).save_pretrained(folder / "drafter")
     prompt = torch.randint(2, 90, (1, 20), generator=torch.Generator().manual_seed(7))
-    torch.save(prompt, folder / "prompt.pt")
     (folder / "prompt.json").write_text(json.dumps(prompt.tolist()))
     return folder, target.generate(prompt, **OPTIONS)[0].tolist()
 

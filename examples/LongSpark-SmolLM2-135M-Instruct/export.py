@@ -16,6 +16,7 @@ from longspark_hf import LongSparkDrafter
 from longspark_hf.configuration_longspark import tokenizer_fingerprint
 from longspark_hf.evaluation.provenance import provenance, write_result
 from longspark_hf.evaluation.targets import SMOLLM2_HUB_ID, load_drafter, load_target
+from longspark_hf.evaluation.tasks import first_ids
 from longspark_hf.hub.card import model_card, read_results
 from longspark_hf.hub.push import MODULES
 from longspark_hf.training.data import read_samples
@@ -39,14 +40,6 @@ hundred and of about {long_tokens:,} tokens:
 |---|--:|--:|--:|--:|--:|
 {ablations}
 """
-
-
-def prompt_ids(tokenizer, text: str) -> torch.LongTensor:
-    messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return encoded["input_ids"]
 
 
 def main() -> None:
@@ -81,7 +74,7 @@ def main() -> None:
 
     taus: dict[str, dict[str, float]] = {}
     for name, texts in sets.items():
-        prompts = [prompt_ids(tokenizer, text) for text in texts]
+        prompts = [torch.tensor([first_ids(tokenizer, text)]) for text in texts]
         taus[name] = {}
         for temperature, sampling in (("0", {"do_sample": False}), ("1", {"do_sample": True, "top_k": 0})):
             torch.manual_seed(980426)

@@ -23,8 +23,6 @@ def describe(target_config: PreTrainedConfig, drafter_config: LongSparkConfig) -
     Returns:
         `dict`: plain values, sizes in bytes for bf16.
     """
-    with torch.device("meta"):
-        drafter = LongSparkDrafter(drafter_config)
     try:
         check_config_fit(drafter_config, target_config)
         misfit = None
@@ -39,7 +37,7 @@ def describe(target_config: PreTrainedConfig, drafter_config: LongSparkConfig) -
         "block_size": drafter_config.block_size,
         "window_size": drafter_config.window_size,
         "num_summary_queries": drafter_config.num_summary_queries,
-        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "parameters": LongSparkDrafter.without_weights(drafter_config).num_parameters(),
         "dtype": "bfloat16",
         "state_bytes": drafter_config.state_bytes(torch.bfloat16),
         "peer_state_bytes": {

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.card_longspark import hub_id_of
 from longspark_hf.configuration_longspark import RELEASED_MODEL_TYPE
-from longspark_hf.weights_longspark import find_weights, get_file, read_header
+from longspark_hf.weights_longspark import find_weights, get_file, read_header, tensor_shapes
 
 from .card import model_card
 
@@ -196,6 +196,5 @@ def _origin(source: str | os.PathLike, found: dict[str, int], facts: Published |
 def _check_equal(drafter: LongSparkDrafter, folder: Path) -> None:
     """What was written must load as what was read, which its header alone can tell for names and shapes."""
     written = {name: info.shape for file in find_weights(folder) for name, info in read_header(file).items()}
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    if written != expected:
+    if written != tensor_shapes(drafter):
         raise RuntimeError(f"{folder} was not written as it should be; report this with the version of transformers.")

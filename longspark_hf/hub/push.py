@@ -5,21 +5,19 @@ Does not know: what a card says (card), or whether weights fit a config (weights
 """
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.card_longspark import CARD_MARK, hub_id_of, is_stock_card
-from longspark_hf.weights_longspark import check_weights, read_header
+from longspark_hf.weights_longspark import check_weights, tensor_shapes
 
 from .card import check_card, model_card, read_results
 
@@ -111,12 +109,12 @@ def plan_push(
     """
     folder = Path(folder)
     _check_names(folder, repo_id, revision)
-    problems, left_out, files = _look_through(folder, set(include))
+    results = read_results(folder)
+    problems, left_out, files = _look_through(folder, set(include), set(results))
     config = None if problems else _check_drafter(folder, problems)
     if config is None:
         _refuse(folder, problems)
 
-    results = read_results(folder)
     card = _card(folder, repo_id, config, list(results.values()), license, training_data)
     problems += [f"{problem}; pass it (`license`, `training_data`) or write it there" for problem in check_card(card)]
     problems += [f"README.md holds {kind}" for kind in _secrets_in(card.encode())]
@@ -184,10 +182,9 @@ def _refuse(folder: Path, problems: list[str]) -> None:
     raise ValueError(f"{folder} cannot be pushed: " + "; ".join(problems) + ".")
 
 
-def _look_through(folder: Path, include: set[str]) -> tuple[list[str], list[str], list[Path]]:
+def _look_through(folder: Path, include: set[str], results: set[str]) -> tuple[list[str], list[str], list[Path]]:
     """Problems, names left out, and the files to upload."""
     problems, left_out, files = [], [], []
-    results = read_results(folder)
     for path in sorted(folder.iterdir()):
         name = path.name
         if name in _LEFT_OUT:
@@ -234,9 +231,7 @@ def _check_drafter(folder: Path, problems: list[str]) -> LongSparkConfig | None:
                 f"config.json is of a `{fields.get('model_type')}` model; convert a released checkpoint by `longspark convert` first"
             )
         config = LongSparkConfig.from_dict(dict(fields))
-        with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in LongSparkDrafter(config).state_dict().items()}
-        check_weights(folder, expected)
+        check_weights(folder, tensor_shapes(LongSparkDrafter.without_weights(config)))
     except (OSError, ValueError, AttributeError) as error:
         problems.append(" ".join(str(error).split()).rstrip("."))
         return None
@@ -281,12 +276,6 @@ def _card(
     if own is not None and CARD_MARK not in own:
         return own
     known, origin = _kept_of(own or "")
-    parameters = sum(
-        math.prod(info.shape)
-        for file in folder.glob("model*.safetensors")
-        for info in read_header(file).values()
-        if info.dtype != "I64"
-    )
     return str(
         model_card(
             config,
@@ -295,7 +284,7 @@ def _card(
             license=license or known,
             training_data=training_data,
             origin=origin,
-            parameters=parameters,
+            parameters=LongSparkDrafter.without_weights(config).num_parameters(),
         )
     )
 

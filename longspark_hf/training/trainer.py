@@ -365,8 +365,7 @@ class LongSparkTrainer(Trainer):
         if not self.is_fsdp_enabled:
             return drafter
         state = {name: whole(t.detach()) for name, t in drafter.state_dict().items()}
-        with torch.device("meta"):
-            copy = LongSparkDrafter(drafter.config)
+        copy = LongSparkDrafter.without_weights(drafter.config)
         copy.load_state_dict(state, assign=True)
         return copy
 
