@@ -4,13 +4,14 @@ Knows: which result files there are, how their numbers are shown. Does not know:
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import longspark_hf
 
 from . import findings, page, plots
-from .tables import Table, columns_table, to_markdown_table
+from .tables import Column, Table, columns_table, to_markdown_table
 
 
 ROOT = Path(longspark_hf.__file__).parent.parent
@@ -43,7 +44,9 @@ def prefill_lines(cost: dict[str, Any], memory: dict[str, Any], memory_default: 
             f"that of plain `generate`, and peak memory in use {peak['ratio']:.3f} × ({kept['ratio']:.2f} × counting the freed blocks that "
             "glibc keeps by default; `MALLOC_MMAP_THRESHOLD_=1048576` returns them).",
             "",
-            "Measured on " + measured_with(cost),
+            f"Time measured on {measured_with(cost)}",
+            "",
+            f"Memory measured on {measured_with(memory)}",
         ]
     )
 
@@ -74,30 +77,32 @@ def sweep_table(sweep: dict[str, Any]) -> str:
     )
 
 
+def _ratio(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: "-" if row[key] is None else f"{row[key]:.2f}"
+
+
+BENCH_COLUMNS: list[Column] = [
+    ("prompts", lambda row: row["task"]),
+    ("new tokens", lambda row: f"{row['new_tokens']:,.0f}"),
+    ("T", lambda row: f"{row['temperature']:g}"),
+    ("τ", _ratio("tau")),
+    ("break-even τ", _ratio("break_even_tau")),
+    ("speedup", _ratio("speedup")),
+    ("of prompt lookup", _ratio("lookup_speedup")),
+    ("greedy output as plain", lambda row: {True: "yes", False: "no", None: "-"}[row["identical"]]),
+]
+
+
 def bench_table(benches: list[dict[str, Any]]) -> str:
     """What LongSpark and prompt lookup gained over plain `generate` by task and temperature, as Markdown."""
-    header = [
-        "prompts",
-        "new tokens",
-        "T",
-        "τ",
-        "break-even τ",
-        "speedup",
-        "of prompt lookup",
-        "greedy output as plain",
-    ]
-    lines = []
+    rows, sources = [], []
     for bench in benches:
-        cells = {(row["task"], row["temperature"], row["method"]): row for row in bench["rows"]}
-        for (task, temperature, method), row in cells.items():
-            if method != "longspark":
-                continue
-            lookup = cells.get((task, temperature, "prompt_lookup"), {}).get("speedup")
-            figures = (row["tau"], row["break_even_tau"], row["speedup"], lookup)
-            same = {True: "yes", False: "no", None: "-"}[row["identical"]]
-            shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
-            lines.append([task, f"{row['new_tokens']:,.0f}", f"{temperature:g}", *shown, same])
-    return "\n".join([to_markdown_table(Table(header, lines)), "", page.source_line(benches[0])])
+        lookup = {(r["task"], r["temperature"]): r["speedup"] for r in bench["rows"] if r["method"] == "prompt_lookup"}
+        for row in bench["rows"]:
+            if row["method"] == "longspark":
+                rows.append(row | {"lookup_speedup": lookup.get((row["task"], row["temperature"]))})
+        sources.append(("" if bench["complete"] else "Stopped before its last runs. ") + page.source_line(bench))
+    return "\n\n".join([to_markdown_table(columns_table(BENCH_COLUMNS, rows)), *sources])
 
 
 def sections() -> dict[str, str]:
