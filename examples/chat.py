@@ -4,8 +4,9 @@ import argparse
 
 from transformers import DynamicCache, TextStreamer
 
+from longspark_hf.compat import cache_argument
 from longspark_hf.evaluation.demo import build_drafter
-from longspark_hf.evaluation.targets import cache_argument, load_target
+from longspark_hf.evaluation.targets import load_target
 
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -5,6 +5,7 @@ import torch
 from transformers import TrainingArguments
 
 from longspark_hf import LongSparkDrafter
+from longspark_hf.compat import checkpointing_argument
 from longspark_hf.loss_longspark import slot_weights
 from longspark_hf.target_longspark import BorrowedTarget
 from longspark_hf.training.data import Sample, read_samples, tokenize
@@ -16,7 +17,6 @@ from longspark_hf.training.metrics import (
     possible_anchors,
     slot_targets,
 )
-from longspark_hf.training.recipe import checkpointing_argument
 from longspark_hf.training.trainer import LongSparkTrainer, last_complete_checkpoint
 from longspark_hf.training.views import anchor_groups, run_target
 

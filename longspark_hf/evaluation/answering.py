@@ -19,11 +19,11 @@ from transformers.generation import CandidateGenerator
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from longspark_hf import LongSparkDrafter
+from longspark_hf.compat import cache_argument
 from longspark_hf.modeling_longspark import LongSparkDraft
 
 from .cost import own_peak_bytes
 from .demo import PutTimer
-from .targets import cache_argument
 from .tasks import first_ids, next_ids
 
 

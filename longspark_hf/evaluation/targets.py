@@ -1,20 +1,17 @@
 """Loading of the models that demo, benchmarks and `longspark info` run on.
 
-Knows: where SmolLM2 comes from on a machine without the Hub, which of its tokens can be the mask token, what differs
-between versions of transformers.
+Knows: where SmolLM2 comes from on a machine without the Hub, which of its tokens can be the mask token.
 Does not know: what is measured with them.
 """
 
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import tempfile
 from pathlib import Path
 
 import torch
 from huggingface_hub import constants
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -150,11 +147,6 @@ def meta_target(config: PreTrainedConfig) -> PreTrainedModel:
     """A target without weights, to count and to look at."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def cache_argument(module: nn.Module) -> str:
-    """Name of the argument that takes the K/V cache of a target, or of its decoder: another one before transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 def scale_rope(config: PreTrainedConfig, rope_theta: float | None = None, ntk_alpha: float | None = None) -> float:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from longspark_hf import LongSparkConfig
+from longspark_hf.compat import checkpointing_argument
 from longspark_hf.evaluation import targets
 from longspark_hf.evaluation.shapes import free_memory
 from longspark_hf.target_longspark import check_config_fit
@@ -44,7 +45,7 @@ from .checks import (
 from .corpus import TrainingData, load_training_data
 from .estimates import count_parameters, training_memory
 from .metrics import generated_tau
-from .recipe import batch_size, checkpointing_argument, num_steps, recipe, schedule
+from .recipe import batch_size, num_steps, recipe, schedule
 from .run import Run, StopOnInterrupt, prepare
 from .trainer import complete_checkpoints
 

@@ -7,7 +7,7 @@ Does not know: how a run with these settings goes (run) or what it costs (plan).
 import math
 from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 
 # Parameters of a target from which on the paper's form is the default.
@@ -99,9 +99,3 @@ def schedule(steps: int, steps_per_batch: int) -> dict[str, Any]:
         "lr_scheduler_kwargs": {"num_decay_steps": max(3 * steps // 10, 1), "decay_type": "linear"},
         "warmup_steps": min(100, steps // 10),
     }
-
-
-def checkpointing_argument() -> str:
-    """Name of the `TrainingArguments` switch for gradient checkpointing: another one from transformers 5.24 on."""
-    name = "activation_checkpointing"
-    return name if name in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing"

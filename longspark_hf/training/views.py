@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longspark_hf.cache_longspark import fold_rows
+from longspark_hf.compat import cache_argument
 from longspark_hf.configuration_longspark import LongSparkConfig
-from longspark_hf.evaluation.targets import cache_argument
 from longspark_hf.modeling_longspark import LongSparkDrafter
 from longspark_hf.target_longspark import BorrowedTarget
 
