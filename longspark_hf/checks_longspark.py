@@ -58,11 +58,6 @@ def check_call(
     Raises:
         `ValueError`: saying what cannot be supported, why, and what to do instead.
     """
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"Got a batch of {input_ids.shape[0]} sequences with `assistant_model`; assisted generation drafts for one "
-            "sequence at a time. Call `generate` once per sequence, or leave out `assistant_model`."
-        )
     for processor in logits_processor:
         if isinstance(processor, STATEFUL_PROCESSORS):
             raise ValueError(

@@ -4,28 +4,20 @@ Knows: the stock assisted-decoding loop of transformers and what it asks of a ca
 Does not know: what is computed in a draft (modeling_longspark) or how views are taken (tap_longspark).
 """
 
+import copy
 import functools
+import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -34,62 +26,19 @@ from transformers.utils import logging
 from .cache_longspark import LongSparkCache
 from .checks_longspark import Call, check_call
 from .configuration_longspark import tokenizer_fingerprint
+from .decoding_longspark import AssistedDecoding
+from .rows_longspark import check_rows
+from .stats_longspark import LongSparkStats
 from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
 from .target_longspark import BorrowedTarget, check_fit
+from .verification_longspark import UNDEMANDING_PROCESSORS
 
 
 if TYPE_CHECKING:
     from .modeling_longspark import LongSparkDrafter
 
 logger = logging.get_logger(__name__)
-
-# Processors of transformers that take any prefix and any scores. All others are only shown prefixes that can be.
-UNDEMANDING_PROCESSORS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
-
-
-@dataclass
-class LongSparkStats:
-    r"""
-    What one `generate` call did.
-
-    Args:
-        rounds (`int`): Verification passes after the prefill.
-        tokens (`int`): Tokens committed in those rounds; the token that follows from the prefill is not counted.
-        accepted_by_position (`list[int]`): How many rounds kept the draft token at each position of the block.
-        prefill_seconds, draft_seconds, verify_seconds (`float`): Wall clock of the phases.
-        state_bytes (`int`): Size of the drafter's state.
-    """
-
-    rounds: int = 0
-    tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    state_bytes: int = 0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Mean tokens committed per round (τ in the paper); 0 when there was no round."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
-    def count_round(self, committed: int) -> None:
-        """Record a round that committed `committed` tokens: accepted drafts and one of the target's own."""
-        self.rounds += 1
-        self.tokens += committed
-        for position in range(committed - 1):
-            self.accepted_by_position[position] += 1
 
 
 class LongSparkCandidateGenerator(CandidateGenerator):
@@ -123,6 +72,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         self.stopping_rules = stopping_rules
         self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
         self._length: int | None = None
+        self._rows = 0  # of the target's cache, padding included
         self._clock = 0.0
         self._drafting = True
         self._demanding = any(type(p) not in UNDEMANDING_PROCESSORS for p in logits_processor)
@@ -167,7 +117,8 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         else:
             self.stats.verify_seconds += now - self._clock
             self.stats.count_round(committed)
-            self.tap.commit(committed)
+            self.tap.commit([committed])
+        self._rows = int(self.tap.target_cache.get_seq_length())
         self._clock = now
 
     def _draft(
@@ -225,8 +176,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
 
     def finish(self) -> None:
         """Commit the last round after the loop ended well; the target cache tells how much of it was kept."""
-        kept = 0 if self.tap.prefilling else int(self.tap.target_cache.get_seq_length()) - self.tap.num_rows
-        self._commit(kept)
+        self._commit(int(self.tap.target_cache.get_seq_length()) - self._rows)
         self.stats.state_bytes = self.tap.state.nbytes
 
     def update_candidate_strategy(self, *_: Any, **__: Any) -> None:
@@ -283,43 +233,89 @@ class LongSparkAssistant:
             that cannot be supported.
         """
         call = check_call(target, input_ids, generation_config, logits_processor, kwargs)
-        target_cache = call.target_cache
-        with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
-        rules = StoppingRules(stopping_criteria, generation_config, input_ids.shape[1], with_scores)
-        state = self._resume(target, call, input_ids, kwargs)
+        target_cache, batch_size = call.target_cache, input_ids.shape[0]
+        stock = needs_stock_loop(target, generation_config, kwargs)
+        if batch_size > 1:
+            check_rows(target, target_cache)
+            if stock:
+                raise ValueError(
+                    f"Got a batch of {batch_size} sequences with `assistant_model`, and {stock}, which takes one sequence at a "
+                    "time. Call `generate` once per sequence."
+                )
+        state = self._resume(target, call, input_ids, kwargs, stock)
         borrowed = BorrowedTarget.of(target, self.config)
         # A compiled target forward would trace through the tap.
         generation_config.disable_compile = True
-        # The loop switches the recording of past rows on and leaves it on, in a cache that may be the user's.
+        # A loop switches the recording of past rows on and leaves it on, in a cache that may be the user's.
         recording = [(layer, layer.record_past) for layer in target_cache.layers if hasattr(layer, "record_past")]
         try:
             with TargetTap(borrowed, self.config, target_cache, state, kwargs.get("attention_mask")) as tap:
-                generator = LongSparkCandidateGenerator(
-                    self, borrowed, tap, generation_config, logits_processor, rules
-                )
-                output = loop(
-                    target,
-                    input_ids,
-                    generation_config=generation_config,
-                    logits_processor=logits_processor,
-                    stopping_criteria=rules.for_loop,
-                    assistant_model=generator,
-                    **kwargs,
-                )
-                generator.finish()
+                if stock:
+                    stats, output = self._stock_decoding(
+                        loop, target, input_ids, tap, generation_config, logits_processor, stopping_criteria, **kwargs
+                    )
+                else:
+                    streamer = kwargs.pop("streamer", None)
+                    model_kwargs = {name: value for name, value in kwargs.items() if name not in LOOP_ARGUMENTS}
+                    decoding = AssistedDecoding(
+                        self,
+                        target,
+                        borrowed,
+                        tap,
+                        input_ids,
+                        generation_config,
+                        logits_processor,
+                        stopping_criteria,
+                        streamer,
+                        model_kwargs,
+                    )
+                    output, stats = decoding.run(), decoding.stats
         finally:
             for layer, record_past in recording:
                 layer.record_past = record_past
-        leave_state(target_cache, state, self.config)
-        self.stats = generator.stats
+        if batch_size == 1:
+            leave_state(target_cache, state, self.config)
+        self.stats = stats
         return output
 
+    def _stock_decoding(
+        self,
+        loop: Callable[..., Any],
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        tap: TargetTap,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        **kwargs: Any,
+    ) -> tuple[LongSparkStats, Any]:
+        with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
+        rules = StoppingRules(stopping_criteria, generation_config, input_ids.shape[1], with_scores)
+        borrowed = BorrowedTarget.of(target, self.config)
+        generator = LongSparkCandidateGenerator(self, borrowed, tap, generation_config, logits_processor, rules)
+        output = loop(
+            target,
+            input_ids,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=rules.for_loop,
+            assistant_model=generator,
+            **kwargs,
+        )
+        generator.finish()
+        return generator.stats, output
+
     def _resume(
-        self, target: PreTrainedModel, call: Call, input_ids: torch.LongTensor, kwargs: dict[str, Any]
+        self,
+        target: PreTrainedModel,
+        call: Call,
+        input_ids: torch.LongTensor,
+        kwargs: dict[str, Any],
+        stock: str | None,
     ) -> LongSparkCache:
         """
-        The drafter state for the rows already in the target's cache. Changes `kwargs` so that the loop's first pass
-        processes only what is new; left alone it would process a full prompt again on top of the cached one.
+        The drafter state for the rows already in the target's cache. Changes `kwargs` so that the first pass of the stock
+        loop processes only what is new; left alone it would process a full prompt again on top of the cached one.
         """
         fresh, target_cache = self.new_cache(), call.target_cache
         state, covered = take_state(target_cache, fresh, self.config)
@@ -334,12 +330,32 @@ class LongSparkAssistant:
                 "held. Output is not affected; drafts may be accepted less often. Pass the whole conversation to avoid it."
             )
         absorb_held_rows(target_cache, state, self.config, covered, kwargs.get("attention_mask"))
+        if not stock:
+            return state
         if kwargs.get("inputs_embeds") is not None:
             kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, call.past :]
         elif call.has_all_ids:
             # Embeddings of the new tokens: the loop's first pass then runs over these alone.
             kwargs["inputs_embeds"] = target.get_input_embeddings()(input_ids[:, call.past :])
         return state
+
+
+# What the seam passes on beside the arguments of the target.
+LOOP_ARGUMENTS = ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer")
+
+
+def needs_stock_loop(
+    target: PreTrainedModel, generation_config: GenerationConfig, kwargs: dict[str, Any]
+) -> str | None:
+    """Why only the assisted-decoding loop of transformers serves a call, or `None` if ours does."""
+    if kwargs.get("synced_gpus"):
+        return "`synced_gpus` is on"
+    if generation_config.assistant_ensemble_weight is not None:
+        return "`assistant_ensemble_weight` is set"
+    updates = type(target)._update_model_kwargs_for_generation
+    if inspect.unwrap(updates) is not GenerationMixin._update_model_kwargs_for_generation:
+        return f"`{type(target).__name__}` has arguments of its own to carry from step to step"
+    return None
 
 
 def install() -> None:
@@ -375,6 +391,9 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
         check = getattr(generation_mode_kwargs.get("assistant_model"), "check_target", None)
         if check is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             check(self)
+            # Several sequences of a prompt are a batch, which assisted generation refuses where it is not ours.
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode

@@ -25,6 +25,11 @@ logger = logging.get_logger(__name__)
 STATE_ATTRIBUTE = "longspark_state"
 
 
+def to_device(values: list, device: torch.device) -> torch.Tensor:
+    """A tensor of host values on a device, without waiting for the device."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 class TargetTap:
     r"""
     Fills a [`LongSparkCache`] from a target's passes over one target cache. A context manager: hooks and the tapped
@@ -60,7 +65,6 @@ class TargetTap:
         self._num_kv_heads = config.num_key_value_heads
         self._row_mask = row_mask
         self._next_row = dict.fromkeys(self._draft_layer, int(target_cache.get_seq_length()))
-        self.num_rows = 0  # committed rows of `target_cache`, padding included; known after the prefill
         self._thread = threading.get_ident()
         self._awaited: int | None = None
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -141,12 +145,13 @@ class TargetTap:
         mask = None if self._row_mask is None else self._row_mask[:, first : first + keys.shape[2]]
         self.state.update(keys, values, self._draft_layer[layer_id], mask)
 
-    def commit(self, num_rows: int | None = None) -> None:
+    def commit(self, num_rows: list[int] | None = None) -> None:
         r"""
         Say how many rows of the last pass were accepted; they become the drafter's state.
 
         Args:
-            num_rows (`int`, *optional*): Anchor plus accepted drafts. Left out after the prefill, which commits itself.
+            num_rows (`list[int]`, *optional*):
+                Anchor plus accepted drafts of each sequence. Left out after the prefill, which commits itself.
 
         Raises:
             `ValueError`: if a selected layer wrote no rows or emitted no hidden states.
@@ -157,14 +162,19 @@ class TargetTap:
                 f"Target layers {silent} wrote no key/value rows to the cache in this pass, so the drafter cannot read "
                 "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own."
             )
-        last_row = -1 if self.prefilling else num_rows - 1
         device = self.state.layers[0].summary_queries.device
-        self.state.set_boundary(
-            torch.stack([self._hidden[i][:, last_row].to(device) for i in self._draft_layer], dim=1)
-        )
-        self.num_rows = max(self._next_row.values()) if self.prefilling else self.num_rows + num_rows
-        for layer_id, (keys, values) in self._rows.items():
-            self.state.update(keys[:, :, :num_rows], values[:, :, :num_rows], self._draft_layer[layer_id])
+        hidden = [self._hidden[layer_id].to(device) for layer_id in self._draft_layer]
+        if num_rows is None:
+            self.state.set_boundary(torch.stack([states[:, -1] for states in hidden], dim=1))
+        else:
+            last, sequences = to_device(num_rows, device) - 1, torch.arange(len(num_rows), device=device)
+            self.state.set_boundary(torch.stack([states[sequences, last] for states in hidden], dim=1))
+            for layer_id, (keys, values) in self._rows.items():
+                keys, values = keys[:, :, : max(num_rows)], values[:, :, : max(num_rows)]
+                mask = None
+                if len(set(num_rows)) > 1:
+                    mask = torch.arange(max(num_rows), device=keys.device) <= last.to(keys.device)[:, None]
+                self.state.update(keys, values, self._draft_layer[layer_id], mask)
         self.prefilling = False
         self._row_mask = None
         self._rows.clear()

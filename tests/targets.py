@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
 from longspark_hf.modeling_longspark import LongSparkDraft
 
 
@@ -119,41 +119,61 @@ def random_drafter(target, seed: int = 1, **overrides):
     return LongSparkDrafter(drafter_config(target, **overrides)).eval()
 
 
+class ScriptedCache(LongSparkCache):
+    """A drafter state that knows which sequences of the batch it is for."""
+
+    sequences: torch.Tensor | None = None
+
+    def batch_select_indices(self, indices):
+        self.sequences = sequences_of(self)[indices]
+        super().batch_select_indices(indices)
+
+
+def sequences_of(cache: LongSparkCache) -> torch.Tensor:
+    """Of the batch of a call, those that a state is for."""
+    sequences = getattr(cache, "sequences", None)
+    return torch.arange(len(cache.layers[0].num_rows)) if sequences is None else sequences
+
+
 class ScriptedDrafter(LongSparkDrafter):
     """
-    A drafter whose proposals are the tokens of a script, by absolute position; everything around them is real.
+    A drafter whose proposals are the tokens of a script, by position; everything around them is real.
 
     `wrong_at` lists, per round in turn, the slot from which its proposals are wrong (`block_size` for never), so that any
-    acceptance length can be asked for.
+    acceptance length can be asked for. Every further sequence of a batch is one round ahead.
     """
 
-    def follow(self, script: torch.Tensor, wrong_at: list[int] | None = None):
-        self.script, self.wrong_at, self.round = script, wrong_at or [self.config.block_size], 0
+    def follow(self, scripts: list[torch.Tensor], wrong_at: list[int] | None = None):
+        self.scripts, self.wrong_at, self.round = scripts, wrong_at or [self.config.block_size], 0
         return self
 
-    def draft(self, anchor_ids, position_ids, cache, target, num_tokens, input_ids, ends_before=None, **_):
-        first = int(position_ids.flatten()[0]) + 1
-        tokens = torch.zeros(num_tokens, dtype=torch.long)
-        known = self.script[first : first + num_tokens]
-        tokens[: len(known)] = known
-        wrong = self.wrong_at[self.round % len(self.wrong_at)]
-        tokens[wrong:] = (tokens[wrong:] + 1) % self.config.vocab_size
+    def new_cache(self):
+        return ScriptedCache(self.config, self.summary_queries, dtype=self.dtype)
+
+    def draft(self, anchor_ids, position_ids, cache, target, num_tokens, input_ids=None, ends_before=None, **_):
+        firsts = position_ids.flatten().tolist()
+        tokens = torch.zeros(len(firsts), num_tokens, dtype=torch.long)
+        for row, first, b in zip(tokens, firsts, sequences_of(cache).tolist()):
+            known = self.scripts[b % len(self.scripts)][first + 1 : first + 1 + num_tokens]
+            row[: len(known)] = known
+            wrong = self.wrong_at[(self.round + b) % len(self.wrong_at)]
+            row[wrong:] = (row[wrong:] + 1) % self.config.vocab_size
         self.round += 1
         for slot in range(num_tokens if ends_before else 0):
-            if ends_before(torch.cat([input_ids, tokens[None, : slot + 1]], dim=1)):
-                tokens = tokens[:slot]
+            if ends_before(torch.cat([input_ids, tokens[:, : slot + 1]], dim=1)):
+                tokens = tokens[:, :slot]
                 break
-        tokens = tokens[None]
         # A point mass is a distribution too: its q is one on the scripted token.
         logits = torch.full((*tokens.shape, self.config.vocab_size), -torch.inf).scatter(-1, tokens[..., None], 0.0)
-        yes = torch.ones(1, 1 + tokens.shape[1], dtype=torch.bool)
+        yes = torch.ones(len(tokens), 1 + tokens.shape[1], dtype=torch.bool)
         return LongSparkDraft(token_ids=tokens, logits=logits, finite=yes[:, 0], possible=yes[:, 1:])
 
 
-def scripted_drafter(target, script: torch.Tensor, wrong_at: list[int] | None = None, **overrides):
-    """A [`ScriptedDrafter`]; `script` holds the tokens of prompt and answer."""
+def scripted_drafter(target, script: torch.Tensor | list, wrong_at: list[int] | None = None, **overrides):
+    """A [`ScriptedDrafter`]; `script` holds the tokens of prompt and answer, a list of them for a batch."""
     torch.manual_seed(1)
-    return ScriptedDrafter(drafter_config(target, **overrides)).eval().follow(script, wrong_at)
+    drafter = ScriptedDrafter(drafter_config(target, **overrides)).eval()
+    return drafter.follow(script if isinstance(script, list) else [script], wrong_at)
 
 
 def left_on(target) -> list[str]:

@@ -277,12 +277,12 @@ class Uncopyable(StopAtCall):
         raise TypeError("not me")
 
 
-def test_criteria_that_cannot_be_copied_leave_plain_rounds(qwen3, prompt):
+def test_criteria_that_cannot_be_copied_are_served_too(qwen3, prompt):
     truth = generate(qwen3, prompt)
     drafter = make_drafter("oracle", qwen3, truth)
     output = generate(qwen3, prompt, drafter, stopping_criteria=StoppingCriteriaList([Uncopyable(10)]))
     assert torch.equal(output, truth[:, : prompt.shape[1] + 10])
-    assert drafter.stats.mean_acceptance_length == 1.0
+    assert drafter.stats.mean_acceptance_length > 4
 
 
 class Recorder(BaseStreamer):
@@ -768,14 +768,9 @@ def test_encoder_decoders_are_refused():
         target.generate(torch.tensor([[4, 5]]), assistant_model=random_drafter(build("qwen3")), max_new_tokens=4)
 
 
-def test_batches_and_several_return_sequences_are_refused(qwen3, prompt):
-    drafter = random_drafter(qwen3)
-    with pytest.raises(ValueError, match="batch of 2"):
-        generate(qwen3, prompt.expand(2, -1), drafter)
-    with pytest.raises(ValueError, match="num_return_sequences"):
-        generate(qwen3, prompt, drafter, do_sample=True, num_return_sequences=2)
+def test_a_call_without_a_cache_is_refused(qwen3, prompt):
     with pytest.raises((ValueError, RuntimeError), match="cache"):
-        generate(qwen3, prompt, drafter, use_cache=False)
+        generate(qwen3, prompt, random_drafter(qwen3), use_cache=False)
     assert left_on(qwen3) == []
 
 

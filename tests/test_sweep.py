@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from longspark_hf import LongSparkConfig
 from longspark_hf.cli import app
+from longspark_hf.compat import cache_argument
 from longspark_hf.evaluation import gpu, sweep
 from longspark_hf.evaluation.findings import PAPER, break_even, finding_lines, findings
 from longspark_hf.evaluation.methods import (
     COMMITTED_ROWS,
     DFLASH_BLOCK_SIZE,
     METHODS,
+    HeldLayer,
     dflash_drafter,
     held_caches,
     make_drafters,
@@ -111,7 +113,7 @@ def test_synthetic_dflash_caches_stand_as_after_real_rounds(sliding, target):
 
     def forward(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
-        layer = kwargs["cache"].layers[0]
+        layer = kwargs[cache_argument(self)].layers[0]
         kept.append((layer.keys.shape[2], layer.get_seq_length(), kwargs["context_hidden_states"].shape[1]))
         return output
 
@@ -134,12 +136,25 @@ def test_verification_leaves_the_synthetic_rows_alone(target):
     caches = held_caches(target, [16, 64])
     ids = torch.tensor([[5, 6, 7]])
     before = caches[64].layers[0].keys.clone()
+    name = cache_argument(target)
     with torch.no_grad():
-        first, second = (target(ids, cache=caches[64]).logits for _ in range(2))
-        shorter = target(ids, cache=caches[16]).logits
+        first, second = (target(ids, **{name: caches[64]}).logits for _ in range(2))
+        shorter = target(ids, **{name: caches[16]}).logits
     assert caches[64].get_seq_length() == 64 and caches[16].get_seq_length() == 16
     assert torch.equal(first, second) and not torch.allclose(first, shorter)
     assert torch.equal(caches[64].layers[0].keys, before)
+
+
+def test_a_timed_verification_attends_over_the_rows_of_its_context(shape, monkeypatch):
+    contexts, seen, update = [40, 120], [], HeldLayer.update
+    settings = sweep.Sweep(contexts, str(shape), methods=["longspark"], device="cpu")
+    measurement = sweep.Measurement(settings)
+    monkeypatch.setattr(
+        HeldLayer, "update", lambda self, *a, **k: seen.append(len(self.keys[0, 0])) or update(self, *a, **k)
+    )
+    for context in contexts:
+        measurement._verify(context, 5)
+    assert seen == [40] * 3 + [120] * 3
 
 
 def test_result_has_a_row_for_each_method_and_context(shape, tmp_path):

@@ -205,7 +205,7 @@ def test_every_trained_parameter_changes_and_none_of_the_target(tmp_path):
 
 
 def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(tmp_path):
-    target, losses, weights = targets.build("qwen3"), [], []
+    target, losses, norms, weights = targets.build("qwen3"), [], [], []
     for batch_size, accumulation in ((1, 6), (3, 2), (6, 1)):
         drafter = make_drafter(target, block_size=4)
         trainer = trainer_for(
@@ -221,8 +221,10 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(tmp_path):
         )
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
+        norms.append(trainer.state.log_history[0]["grad_norm"])
         weights.append(drafter.input_mapping.fc1.weight.detach())
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     assert torch.allclose(weights[0], weights[1], atol=1e-6) and torch.allclose(weights[0], weights[2], atol=1e-6)
 
 

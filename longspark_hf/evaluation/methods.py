@@ -4,6 +4,7 @@ Knows: how to make LongSpark drafters and the DFlash drafters of transformers fo
 Does not know: what is timed, how often, or what becomes of the numbers (sweep).
 """
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,7 +135,8 @@ class DFlashMethod:
         self._held = {context: self._tensors(context) for context in contexts}
         weight = drafter.norm.weight
         hidden = torch.randn(1, COMMITTED_ROWS, drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
-        self._outputs = SimpleNamespace(hidden_states={i + 1: hidden for i in drafter.config.target_layer_ids})
+        # The same for every layer, which transformers counts from the embeddings on in 5.24, and not in 5.18.
+        self._outputs = SimpleNamespace(hidden_states=defaultdict(lambda: hidden))
         # Until the first draft nothing was committed yet; afterwards the cache stands as after any round.
         self._bytes: dict[int, int] = {}
 
@@ -212,8 +214,8 @@ def dflash_drafter(target: PreTrainedModel, config: LongSparkConfig, sliding: bo
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError as error:
         raise ValueError(
-            "The installed transformers has no DFlash drafter to compare with. Upgrade it to 5.24, or leave out the methods "
-            "`dflash` and `dflash_sliding`."
+            "The installed transformers has no DFlash drafter to compare with. Leave out the methods `dflash` and "
+            "`dflash_sliding`."
         ) from error
     kind = "sliding_attention" if sliding else "full_attention"
     dflash_config = MuseGlimmerAssistantConfig(

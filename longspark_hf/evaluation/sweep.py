@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from longspark_hf import LongSparkConfig
+from longspark_hf.compat import cache_argument
 from longspark_hf.target_longspark import check_config_fit
 from longspark_hf.training.journal import ResumableJsonl
 
@@ -174,6 +175,7 @@ class Measurement:
     def __init__(self, sweep: Sweep):
         self.sweep, self.device = sweep, sweep.torch_device
         self.target = random_target(sweep.target_config, self.device, sweep.torch_dtype)
+        self.cache_argument = cache_argument(self.target)
         self.caches = held_caches(self.target, sweep.contexts)
         self.drafters = make_drafters(self.target, sweep.drafter_config, sweep.methods)
         self.methods = {name: make_method(d, self.target, sweep.contexts) for name, d in self.drafters.items()}
@@ -181,7 +183,7 @@ class Measurement:
     @torch.no_grad()
     def _verify(self, context: int, num_tokens: int) -> None:
         ids = torch.ones(1, num_tokens, dtype=torch.long, device=self.device)
-        self.target(ids, cache=self.caches[context], use_cache=True)
+        self.target(ids, **{self.cache_argument: self.caches[context]}, use_cache=True)
 
     def one_pass(self) -> dict[str, float]:
         """Milliseconds of every call, in turn, so that a busy machine hits all alike."""

@@ -109,7 +109,7 @@ class LongSparkTrainer(Trainer):
     for one group of anchors at a time, so that memory does not grow with `num_anchors`.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # `training_step` must not divide it by the number of accumulated batches
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class LongSparkTrainer(Trainer):
             )
         if self.is_fsdp_enabled:
             drafter.get_input_embeddings = lambda: None  # accelerate asks; the drafter borrows the target's
-        self.model_accepts_loss_kwargs = False
+        self.model_accepts_loss_kwargs = True  # what tells `training_step` the same before transformers 5.24
         self.target = target.requires_grad_(False).eval()
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)

@@ -1,0 +1,459 @@
+"""The decoding loop: draft, verify, accept, for any number of sequences, each at its own pace.
+
+Knows: one `generate` call from the prompt to its output, when a sequence ends, what streamers and criteria see and when.
+Does not know: what is drafted (modeling_longspark), which tokens are kept (verification_longspark), where rows of the
+target's cache go (rows_longspark).
+"""
+
+import contextlib
+import functools
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from .rows_longspark import TargetRows
+from .stats_longspark import LongSparkStats
+from .tap_longspark import TargetTap, to_device
+from .target_longspark import BorrowedTarget
+from .verification_longspark import RowProcessor, agreement, own_tokens
+
+
+if TYPE_CHECKING:
+    from .modeling_longspark import LongSparkDrafter
+
+logger = logging.get_logger(__name__)
+
+# Of the prompt only; each round makes its own.
+PROMPT_KWARGS = ("inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+class Sequence:
+    r"""
+    What one sequence of the batch has said so far.
+
+    Args:
+        prompt (`torch.LongTensor` of shape `(length,)`): Its ids, padding included.
+    """
+
+    def __init__(self, prompt: torch.LongTensor):
+        self.ids, self.tokens = prompt, []
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.hidden_states: list[tuple[torch.Tensor, ...]] = []
+        self.attentions: list[tuple[torch.Tensor, ...]] = []
+        self.fired_at: int | None = None  # tokens it had when a stopping rule fired
+
+
+class AssistedDecoding:
+    r"""
+    One `generate` call with a drafter.
+
+    Args:
+        drafter ([`LongSparkDrafter`]): Drafts.
+        target (`PreTrainedModel`): Verifies.
+        borrowed ([`BorrowedTarget`]): The target's modules.
+        tap ([`TargetTap`]): Over the target's cache, entered.
+        input_ids (`torch.LongTensor` of shape `(batch_size, length)`): The prompts; may be empty with `inputs_embeds`.
+        generation_config (`GenerationConfig`): Prepared by `generate`; `num_assistant_tokens` caps the draft.
+        logits_processor (`LogitsProcessorList`), stopping_criteria (`StoppingCriteriaList`): Prepared by `generate`.
+        streamer (`BaseStreamer`, *optional*): Receives tokens as plain `generate` would send them.
+        model_kwargs (`dict`): Prepared by `generate`, with the target's cache.
+
+    A round looks at the device once. Criteria see every committed token, once and in order, of one sequence at a time.
+    """
+
+    def __init__(
+        self,
+        drafter: "LongSparkDrafter",
+        target: PreTrainedModel,
+        borrowed: BorrowedTarget,
+        tap: TargetTap,
+        input_ids: torch.LongTensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ):
+        self.drafter, self.target, self.borrowed, self.tap = drafter, target, borrowed, tap
+        self.config, self.streamer, self.model_kwargs = generation_config, streamer, model_kwargs
+        self.cache = tap.target_cache
+        self.batch_size, self.prompt_length = input_ids.shape
+        self.input_ids, self.device = input_ids, input_ids.device
+        self.sequences = [Sequence(prompt) for prompt in input_ids]
+        self.running = list(range(self.batch_size))  # sequences, by their place in this round
+        self.processors = [RowProcessor(processor, self.batch_size) for processor in logits_processor]
+        self.blind = all(processor.blind for processor in self.processors)
+        self.demanding = any(processor.demanding for processor in self.processors)
+        self.budget = generation_config.max_length - self.prompt_length
+        self._read_criteria(stopping_criteria)
+        self.needs_ids = bool(self.criteria) or not self.blind
+        self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
+        self.keeps_outputs = generation_config.return_dict_in_generate
+        pad = generation_config._pad_token_tensor
+        self.pad = None if pad is None else int(pad)
+        self.rows: TargetRows | None = None
+        self.drafting = True
+        self.streamed = 0
+
+    def _read_criteria(self, stopping_criteria: StoppingCriteriaList) -> None:
+        eos = getattr(self.config, "_eos_token_tensor", None)
+        self.eos = set() if eos is None else set(eos.flatten().tolist())
+        # With such a rule plain `generate` pads sequences that ended; without, they go on until all have.
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.ends_at_once = pads or self.batch_size == 1
+        self.criteria = []
+        for criterion in stopping_criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self.eos |= set(criterion.eos_token_id.flatten().tolist())
+            elif isinstance(criterion, MaxLengthCriteria):
+                self.budget = min(self.budget, criterion.max_length - self.prompt_length)
+            else:
+                self.criteria.append(criterion)
+
+    def run(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        """Generate. What `generate` returns."""
+        try:
+            with contextlib.ExitStack() as stack:
+                self._prefill()
+                # Sequences may end with the token of the prompt, so rows are entered before the first of them retires.
+                if self.batch_size > 1:
+                    mask = self.model_kwargs.get("attention_mask")
+                    self.rows = stack.enter_context(TargetRows(self.target, self.cache, mask))
+                else:
+                    self.cache.activate_past_recording()
+                first_column = int(self.cache.get_seq_length())
+                self._retire()
+                stack.enter_context(self.target._optimize_model_for_decode())
+                while self.running:
+                    self._round()
+                if self.rows is not None:
+                    # Without a padding rule some may have run ahead of the step at which all had ended.
+                    self.rows.length = min(self.rows.length, first_column + self.budget - 1)
+        except BaseException:
+            if self.streamer is not None:
+                with contextlib.suppress(Exception):
+                    self.streamer.end()  # or whoever reads from it waits for ever
+            raise
+        self.stats.state_bytes = self.tap.state.nbytes
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._output()
+
+    # -- passes of the target
+
+    def _prefill(self) -> None:
+        clock = time.perf_counter()
+        outputs = self.target._prefill(self.input_ids, self.config, self.model_kwargs)
+        if not self.cache.is_croppable:
+            raise ValueError(
+                "The target's cache cannot take back rejected tokens, which is known only after the prompt was processed. Use "
+                "a target without such layers, or leave out `assistant_model`."
+            )
+        self.tap.commit()
+        self._read_positions()
+        logits = outputs.logits[:, -1:].to(dtype=torch.float32, device=self.device, copy=True)
+        nothing = self.input_ids.new_empty((self.batch_size, 0))
+        self.anchors = self._keep(nothing, None, logits, outputs, prefill=True)
+        self.stats.prefill_seconds = time.perf_counter() - clock
+
+    def _read_positions(self) -> None:
+        position_ids = self.model_kwargs.get("position_ids")
+        if position_ids is not None:
+            last = position_ids[..., -1]
+            self.axes = position_ids.shape[0] if position_ids.ndim == 3 else None  # of a multimodal target
+            last = last[0] if last.ndim == 2 else last
+            last = last.expand(self.batch_size)
+        else:
+            self.axes, mask = None, self.model_kwargs.get("attention_mask")
+            count = torch.tensor(int(self.cache.get_seq_length())) if mask is None else mask.sum(dim=1)
+            last = count.expand(self.batch_size) - 1
+        self.positions = last.to(self.device) + 1  # of the anchors
+
+    def _verify(self, token_ids: torch.LongTensor) -> Any:
+        num_new = token_ids.shape[1]
+        position_ids = self.positions[:, None] + torch.arange(num_new, device=self.device)
+        if self.axes is not None:
+            position_ids = position_ids.expand(self.axes, -1, -1)
+        kwargs = {name: value for name, value in self.model_kwargs.items() if name not in PROMPT_KWARGS}
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if self.model_kwargs.get(name) is not None:
+                kwargs[name] = self.model_kwargs[name][self.running, -1:].expand(-1, num_new)
+        inputs = self.target.prepare_inputs_for_generation(
+            token_ids,
+            attention_mask=self._mask(num_new),
+            position_ids=position_ids,
+            is_first_iteration=False,
+            **kwargs,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_new
+        return self.target(**inputs, return_dict=True)
+
+    def _mask(self, num_new: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        if self.rows is not None:
+            return self.rows.masks(num_new)
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is None:
+            return None
+        length = int(self.cache.get_seq_length()) + num_new
+        return torch.cat([mask, mask.new_ones((len(mask), length - mask.shape[1]))], dim=1)
+
+    # -- a round
+
+    def _round(self) -> None:
+        clock = time.perf_counter()
+        draft = self._draft()
+        now = time.perf_counter()
+        self.stats.draft_seconds += now - clock
+        token_ids = self.anchors[:, None]
+        if draft is not None:
+            token_ids = torch.cat([token_ids, draft.token_ids.to(self.device)], dim=1)
+        outputs = self._verify(token_ids)
+        logits = outputs.logits[:, -token_ids.shape[1] :].to(dtype=torch.float32, device=self.device)
+        self.anchors = self._keep(token_ids[:, 1:], draft, logits, outputs)
+        self._retire()
+        self.stats.verify_seconds += time.perf_counter() - now
+
+    def _draft(self) -> Any:
+        left = max(self.budget - len(self.sequences[b].tokens) for b in self.running) - 1
+        limit = self.config.num_assistant_tokens
+        num_tokens = min(self.drafter.config.block_size, left, left if limit is None else int(limit))
+        if num_tokens <= 0 or not self.drafting:
+            return None
+        draft = self.drafter.draft(
+            self.anchors,
+            self.positions,
+            self.tap.state,
+            self.borrowed,
+            num_tokens=num_tokens,
+            do_sample=self.config.do_sample,
+            logits_processor=[functools.partial(self._process_draft, processor) for processor in self.processors],
+            input_ids=self.anchors[:, None] if self.processors else None,
+            ends_before=self._is_eos if self.demanding else None,
+        )
+        return draft if draft.token_ids.shape[1] else None
+
+    def _process_draft(
+        self, processor: RowProcessor, anchor_and_draft: torch.LongTensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        prefixes = [] if processor.blind else self._prefixes(anchor_and_draft[:, 1:])
+        return processor(prefixes, self.running, scores)
+
+    def _process(self, prefixes: list[torch.LongTensor], sequences: list[int], scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()  # some work in place, and the logits may be asked for
+        for processor in self.processors:
+            scores = processor(prefixes, sequences, scores)
+        return scores
+
+    def _is_eos(self, prefix: torch.LongTensor) -> bool:
+        return not self.eos.isdisjoint(prefix[:, -1].tolist())
+
+    def _prefixes(self, draft: torch.LongTensor) -> list[torch.LongTensor]:
+        return [torch.cat([self.sequences[b].ids, d.to(self.device)]) for b, d in zip(self.running, draft)]
+
+    def _keep(
+        self, draft_ids: torch.LongTensor, draft: Any, logits: torch.Tensor, outputs: Any, prefill: bool = False
+    ) -> torch.LongTensor:
+        """Choose what is committed, and commit it everywhere. Returns the newest token of every running sequence."""
+        lengths = torch.zeros(len(logits), dtype=torch.long, device=self.device)
+        finite, draft_logits = torch.ones_like(lengths), None
+        if draft is not None:
+            finite = draft.finite.to(self.device).long()
+            lengths = draft.possible.to(self.device).long().cumprod(dim=1).sum(dim=1) * finite
+            draft_logits = draft.logits.to(self.device) if self.config.do_sample else None
+        scores, agreed = self._judge(draft_ids, draft_logits, logits)
+        counts = torch.arange(draft_ids.shape[1], device=self.device) < lengths[:, None]
+        accepted = (agreed & counts).cumprod(dim=1).sum(dim=1)
+        own = own_tokens(accepted, lengths, scores, draft_logits, self.config.do_sample)
+        tokens = torch.cat([draft_ids, own], dim=1).scatter(1, accepted[:, None], own)
+
+        # The one look at the device of this round.
+        looked = torch.cat([accepted[:, None], finite[:, None], tokens], dim=1).tolist()
+        if not all(row[1] for row in looked):
+            self.drafting = False
+            logger.warning(
+                "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be "
+                "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
+            )
+        if self.keeps_outputs:
+            self._note_prompt_outputs(outputs) if prefill else None
+        kept = [self._take(place, row[2 : 3 + row[0]], scores, logits, outputs) for place, row in enumerate(looked)]
+        number = to_device(kept, self.device)
+        if not prefill:
+            for count in kept:
+                self.stats.count_round(count)
+            self.tap.commit(kept)
+            if self.rows is not None:
+                self.rows.commit(kept)
+            else:
+                self.cache.crop(kept[0] - tokens.shape[1])
+            self.positions = self.positions + number
+        return tokens.gather(1, number[:, None] - 1)[:, 0]
+
+    def _judge(
+        self, draft_ids: torch.LongTensor, draft_logits: torch.Tensor | None, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's processed scores at every position, and where it agrees with the draft."""
+        size, scores = draft_ids.shape[1], logits
+        uniform = None if draft_logits is None else torch.rand(draft_ids.shape, device=self.device)
+        if self.processors and self.blind:
+            scores = self._process([], [], logits.flatten(0, 1)).view_as(logits)
+        elif self.processors:
+            scores = logits.clone()
+            agreed = torch.zeros_like(draft_ids, dtype=torch.bool)
+            places = list(range(len(logits)))
+            for position in range(size + 1):
+                prefixes = self._prefixes(draft_ids[:, :position])
+                scores[places, position] = self._process(
+                    [prefixes[place] for place in places],
+                    [self.running[place] for place in places],
+                    logits[places, position],
+                )
+                if position < size and self.demanding:
+                    # Only behind drafts that are kept: these processors are never shown a prefix that cannot be.
+                    at = slice(position, position + 1)
+                    q = None if draft_logits is None else draft_logits[:, at]
+                    u = None if uniform is None else uniform[:, at]
+                    agreed[:, at] = agreement(draft_ids[:, at], scores[:, at], q, u)
+                    places = [place for place in places if bool(agreed[place, position])]
+                    if not places:
+                        break
+            if self.demanding:
+                return scores, agreed
+        return scores, agreement(draft_ids, scores[:, :size], draft_logits, uniform)
+
+    def _take(self, place: int, tokens: list[int], scores: torch.Tensor, logits: torch.Tensor, outputs: Any) -> int:
+        """Commit tokens to a sequence up to where it ends. Returns how many."""
+        b = self.running[place]
+        sequence = self.sequences[b]
+        tokens = tokens[: self.budget - len(sequence.tokens)]
+        length = sequence.ids.shape[0]
+        if self.needs_ids:
+            sequence.ids = torch.cat([sequence.ids, to_device(tokens, self.device)])
+        for index, token in enumerate(tokens):
+            sequence.tokens.append(token)
+            if self.keeps_outputs:
+                self._note_outputs(sequence, place, index, scores, logits, outputs)
+            fires = self._fires(b, sequence.ids[: length + index + 1])
+            if (fires or token in self.eos) and sequence.fired_at is None:
+                sequence.fired_at = len(sequence.tokens)
+            if sequence.fired_at is not None and self.ends_at_once:
+                break
+        if self.needs_ids:
+            sequence.ids = sequence.ids[: length + index + 1]
+        return index + 1
+
+    def _fires(self, b: int, ids: torch.LongTensor) -> bool:
+        """Whether a criterion stops sequence `b` at these ids. All are asked, as each must see every token."""
+        if not self.criteria:
+            return False
+        ids, scores = ids.expand(self.batch_size, -1), None
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            scores = tuple(row.expand(self.batch_size, -1) for row in self.sequences[b].scores)
+        answers = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
+        return any([bool(answer[b] if answer.ndim else answer) for answer in answers])
+
+    def _retire(self) -> None:
+        """Take leave of the sequences that ended, and stream what no sequence can change any more."""
+        if all(sequence.fired_at is not None for sequence in self.sequences):
+            self.budget = min(self.budget, max(sequence.fired_at for sequence in self.sequences))
+        finished = [place for place, b in enumerate(self.running) if self._ended(b)]
+        if finished and self.rows is not None:
+            places = self.rows.retire(finished)
+        elif finished:
+            places = []
+        else:
+            places = None
+        if places is not None:
+            self.running = [self.running[place] for place in places]
+            if places:
+                index = to_device(places, self.device)
+                self.anchors, self.positions = self.anchors[index], self.positions[index]
+                self.tap.state.batch_select_indices(index.to(self.tap.state.boundary.device))
+        self._stream()
+
+    def _ended(self, b: int) -> bool:
+        sequence = self.sequences[b]
+        return len(sequence.tokens) >= self.budget or (sequence.fired_at is not None and self.ends_at_once)
+
+    # -- what comes out
+
+    def _stream(self) -> None:
+        if self.streamer is None:
+            return
+        if self.batch_size == 1:
+            new = self.sequences[0].tokens[self.streamed : self.budget]
+            if new:
+                self.streamer.put(torch.tensor([new]))
+            self.streamed += len(new)
+            return
+        # Step by step like plain `generate`: a step is out when every sequence has said its token, or nothing more.
+        while any(len(s.tokens) > self.streamed for s in self.sequences) and self.streamed < self.budget:
+            column = [self._token(b, self.streamed) for b in range(self.batch_size)]
+            if None in column:
+                break
+            self.streamer.put(torch.tensor(column))
+            self.streamed += 1
+
+    def _token(self, b: int, step: int) -> int | None:
+        """The token of a sequence at a step: padding where it ended before, `None` where it is not there yet."""
+        tokens = self.sequences[b].tokens
+        if step < len(tokens):
+            return tokens[step]
+        return self.pad if self._ended(b) else None
+
+    def _note_prompt_outputs(self, outputs: Any) -> None:
+        self.prompt_hidden_states, self.prompt_attentions = outputs.get("hidden_states"), outputs.get("attentions")
+
+    def _note_outputs(
+        self, sequence: Sequence, place: int, index: int, scores: torch.Tensor, logits: torch.Tensor, outputs: Any
+    ) -> None:
+        if self.config.output_scores:
+            sequence.scores.append(scores[place, index])
+        if self.config.output_logits:
+            sequence.logits.append(logits[place, index])
+        if self.config.output_hidden_states:
+            sequence.hidden_states.append(tuple(layer[place, None, index] for layer in outputs.hidden_states))
+        if self.config.output_attentions:
+            later = logits.shape[1] - 1 - index
+            sequence.attentions.append(tuple(self._attention(layer, index, later) for layer in outputs.attentions))
+
+    def _attention(self, weights: torch.Tensor, index: int, later: int) -> torch.Tensor:
+        # Without the columns of later drafts; a static cache shows all it has.
+        end = weights.shape[-1] - (0 if self.cache.is_compileable else later)
+        return weights[0, :, index : index + 1, :end]
+
+    def _output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        steps = max(min(len(sequence.tokens), self.budget) for sequence in self.sequences)
+        new = [[self._token(b, step) for step in range(steps)] for b in range(self.batch_size)]
+        ids = torch.cat([self.input_ids, torch.tensor(new, dtype=torch.long).to(self.device)], dim=1)
+        if not self.config.return_dict_in_generate:
+            return ids
+        found: dict[str, Any] = {"sequences": ids, cache_argument(self.model_kwargs): self.cache}
+        for name in ("scores", "logits"):
+            if getattr(self.config, f"output_{name}"):
+                found[name] = tuple(self._at_step(name, step) for step in range(steps))
+        for name in ("hidden_states", "attentions"):
+            if getattr(self.config, f"output_{name}"):
+                layers = range(len(getattr(self, f"prompt_{name}")))
+                later = (tuple(self._at_step(name, s, i) for i in layers) for s in range(1, steps))
+                found[name] = (getattr(self, f"prompt_{name}"), *later)
+        return GenerateDecoderOnlyOutput(**found)
+
+    def _at_step(self, name: str, step: int, layer: int | None = None) -> torch.Tensor:
+        """One output of all sequences at a step; zeros for those that ended before."""
+        rows = [getattr(sequence, name) for sequence in self.sequences]
+        rows = [(row[step] if layer is None else row[step][layer]) if step < len(row) else None for row in rows]
+        some = next(row for row in rows if row is not None)
+        return torch.stack([torch.zeros_like(some) if row is None else row for row in rows])
+
+
+def cache_argument(model_kwargs: dict[str, Any]) -> str:
+    """Name of the target's cache among the arguments of a call: another one before transformers 5.24."""
+    return "cache" if model_kwargs.get("cache") is not None else "past_key_values"

@@ -1,0 +1,294 @@
+"""The Space: see the speed and the memory of LongSpark, live. Layout and wiring only; what happens is in actions.py.
+
+Run it with `make space`, or `python space/app.py`. In a Space the folder longspark_hf lies beside this file (`make space-folder`).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported: the page works without network
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent, HERE):
+    if (folder / "longspark_hf").is_dir() and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+import hardware  # noqa: E402, I001  (before torch)
+import gradio as gr  # noqa: E402
+from actions import race_point, run_measure, run_race  # noqa: E402
+from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
+from documents import read_document  # noqa: E402
+from endpoints import MODEL_WORK, add_endpoints  # noqa: E402
+from limits import FILE_TYPES, MAX_FILE_BYTES, MAX_NEW_TOKENS, MAX_QUEUE, Refusal, short_length  # noqa: E402
+from measuring import Point  # noqa: E402
+from panes import pane_html, summary_html, waiting_panes  # noqa: E402
+from pool import POOL  # noqa: E402
+from prompts import EXAMPLES  # noqa: E402
+from stopping import Stop, Stopped  # noqa: E402
+from words import HEAD, HOW_IT_WORKS, notice, status_html  # noqa: E402
+
+
+COMMITTED = Committed.read()
+SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+THEME = gr.themes.Soft(
+    primary_hue="orange", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Consolas", "monospace"]
+).set(  # the theme's own oranges and greys are too pale to read
+    block_info_text_color="*neutral_600",
+    block_info_text_color_dark="*neutral_300",
+    block_title_text_color="*primary_800",
+    block_title_text_color_dark="white",
+    block_title_background_fill_dark="*primary_800",
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_dark="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_hover_dark="*primary_800",
+    checkbox_label_background_fill_selected="*primary_700",
+    checkbox_label_background_fill_selected_dark="*primary_700",
+)
+QUIET = {"api_visibility": "private", "show_progress": "hidden"}
+AT_ONCE = QUIET | {"queue": False}
+
+
+def build_app() -> gr.Blocks:
+    """The page and the named endpoints. Models are taken from `POOL` when something is asked for."""
+    with gr.Blocks(title="LongSpark: speed and memory, live", analytics_enabled=False) as app:
+        points, document, stop_path = gr.State([]), gr.State(""), gr.State("")
+        gr.HTML(HEAD)
+        status, ticks = gr.HTML(status_html()), gr.Timer(0.5)
+
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                prompt = gr.Textbox(EXAMPLES[0][1], label="Prompt", lines=3, max_lines=8, elem_id="prompt")
+                with gr.Row():
+                    examples = [
+                        gr.Button(name, size="sm", min_width=90, elem_id=f"example-{i}")
+                        for i, (name, *_) in enumerate(EXAMPLES)
+                    ]
+                with gr.Row():
+                    race_button = gr.Button("Race", variant="primary", elem_id="race", interactive=False)
+                    stop_button = gr.Button("Stop", variant="stop", elem_id="stop", interactive=False)
+            with gr.Column(scale=2, min_width=320):
+                context = gr.Radio(
+                    [("as written", 0)],
+                    value=0,
+                    label="Context, tokens",
+                    info="Fills up with your document, or with real Python sources, in front of the prompt.",
+                    elem_id="context",
+                )
+                with gr.Row():
+                    upload = gr.UploadButton("Upload a document", size="sm", elem_id="upload")
+                    forget = gr.Button("Remove it", size="sm", elem_id="forget")
+                about_document = gr.HTML(_about(""), elem_id="about-document")
+        with gr.Accordion("Settings", open=False):
+            with gr.Row():
+                target = gr.Dropdown([], label="Target", elem_id="target")
+                drafter = gr.Dropdown([], label="Drafter", elem_id="drafter")
+            with gr.Row():
+                temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature (0: greedy)", elem_id="temperature")
+                max_new_tokens = gr.Slider(1, MAX_NEW_TOKENS, 96, step=1, label="New tokens", elem_id="new-tokens")
+                block_size = gr.Slider(0, 16, 0, step=1, label="Draft at most (0: no cap)", elem_id="block-size")
+
+        message = gr.HTML("", elem_id="message")
+        waiting = waiting_panes()
+        summary = gr.HTML(waiting[0], elem_id="summary")
+        with gr.Row(equal_height=True):
+            with gr.Column(min_width=320):  # below each other on a phone
+                plain_pane = gr.HTML(waiting[1], elem_id="plain")
+            with gr.Column(min_width=320):
+                longspark_pane = gr.HTML(waiting[2], elem_id="longspark")
+
+        gr.HTML("<h2>Against context length</h2>")
+        charts = gr.HTML(charts_html([], COMMITTED_FOR, COMMITTED), elem_id="charts")
+        with gr.Row():
+            measure_button = gr.Button("Measure at this context", elem_id="measure", interactive=False)
+            sweep_button = gr.Button("Sweep all lengths", elem_id="sweep", interactive=False)
+            cancel_button = gr.Button("Cancel", variant="stop", elem_id="cancel", interactive=False)
+            clear_button = gr.Button("Clear points", elem_id="clear")
+        progress = gr.HTML("", elem_id="progress")
+        gr.HTML(HOW_IT_WORKS)
+
+        starters, stoppers = [race_button, measure_button, sweep_button], [stop_button, cancel_button]
+        settings = [prompt, document, context, target, drafter, temperature, max_new_tokens, block_size]
+        race_outputs = [message, summary, plain_pane, longspark_pane, charts, points]
+        loading = [status, ticks, target, drafter, context, *starters]
+
+        app.load(_show_loading, None, loading, **AT_ONCE)
+        ticks.tick(_show_loading, None, loading, **AT_ONCE)
+        target.change(_choose_target, [target, context, points], [drafter, context, charts], **AT_ONCE)
+        for button, (_, text, length, tokens) in zip(examples, EXAMPLES):
+            chosen = _example(text, length, tokens)
+            button.click(chosen, [target], [prompt, context, max_new_tokens], **AT_ONCE)
+        upload.upload(_read, upload, [document, about_document, message], concurrency_limit=4, **QUIET)
+        forget.click(lambda: ("", _about(""), None), None, [document, about_document, upload], **AT_ONCE)
+        clear_button.click(lambda name: ([], charts_html([], name, COMMITTED)), target, [points, charts], **AT_ONCE)
+
+        buttons = [*starters, *stoppers]
+        works = [
+            (race_button, _race, [*settings, points, stop_path], race_outputs),
+            (
+                measure_button,
+                _measure,
+                [target, drafter, context, points, stop_path],
+                [message, progress, charts, points],
+            ),
+            (sweep_button, _sweep, [target, drafter, points, stop_path], [message, progress, charts, points]),
+        ]
+        for button, work, inputs, outputs in works:
+            begun = button.click(_begin, None, [stop_path, message, *buttons], **AT_ONCE)
+            run = begun.then(work, inputs, outputs, **QUIET, **MODEL_WORK)
+            run.failure(_failed, None, message, **AT_ONCE)
+            run.then(_end, None, buttons, **AT_ONCE)
+        for button in stoppers:
+            button.click(_stop, stop_path, message, **AT_ONCE)
+        add_endpoints()
+    return app.queue(max_size=MAX_QUEUE, default_concurrency_limit=1)
+
+
+def _show_loading() -> list[Any]:
+    """Progress of loading; when it is done, what there is to choose from."""
+    if not POOL.ready:
+        return [status_html(), gr.skip(), *[gr.skip()] * 6]
+    name, loaded = next(iter(POOL.targets.items()))
+    return [
+        status_html(hardware.device_name()),
+        gr.Timer(active=False),
+        gr.Dropdown(list(POOL.targets), value=name),
+        gr.Dropdown(list(loaded.drafters), value=next(iter(loaded.drafters))),
+        gr.Radio(_contexts(name)),
+        *[gr.Button(interactive=True)] * 3,
+    ]
+
+
+def _contexts(target: str) -> list[tuple[str, int]]:
+    loaded, _ = POOL.get(target)
+    ntk = {context: " (NTK)" if context > loaded.own_limit else "" for context in loaded.contexts()}
+    return [("as written", 0), *((short_length(context) + note, context) for context, note in ntk.items())]
+
+
+def _choose_target(target: str, context: int, points: list[Point]) -> tuple[Any, Any, str]:
+    loaded, _ = POOL.get(target)
+    choices = _contexts(target)
+    kept = context if context in dict(choices).values() else 0
+    drafters = gr.Dropdown(list(loaded.drafters), value=next(iter(loaded.drafters)))
+    return drafters, gr.Radio(choices, value=kept), charts_html(points, target, COMMITTED)
+
+
+def _example(text: str, length: int, tokens: int) -> Any:
+    def choose(target: str) -> tuple[str, int, int]:
+        offered = [context for _, context in _contexts(target)] if POOL.ready else [0]
+        return text, max(context for context in offered if context <= length), tokens
+
+    return choose
+
+
+def _read(file: str) -> list[Any]:
+    try:
+        text = read_document(file)
+    except Refusal as refusal:
+        return [gr.skip(), gr.skip(), notice(str(refusal), error=True)]
+    return [text, _about(text), ""]
+
+
+def _about(text: str) -> str:
+    if text:
+        return f"<p>Document: {len(text):,} characters, about {len(text) // 4:,} tokens, in front of the prompt.</p>"
+    return f"<p>No document. {', '.join(FILE_TYPES)} up to {MAX_FILE_BYTES // 2**20} MiB; nothing is kept.</p>"
+
+
+def _begin() -> list[Any]:
+    """A stop switch for what begins now; no second start until it ends."""
+    waiting = notice("Waiting for the device: one visitor's work runs at a time.")
+    return [Stop().path, waiting, *[gr.Button(interactive=False)] * 3, *[gr.Button(interactive=True)] * 2]
+
+
+def _end() -> list[Any]:
+    return [*[gr.Button(interactive=True)] * 3, *[gr.Button(interactive=False)] * 2]
+
+
+def _failed() -> str:
+    text = "This did not run to its end: the queue is full, or something failed. Try again in a moment."
+    return notice(text, error=True)
+
+
+def _stop(stop_path: str) -> str:
+    if stop_path:
+        Stop(stop_path).set()
+    return notice("Stopping …")
+
+
+def _race(*values: Any) -> Iterator[list[Any]]:
+    *settings, points, stop_path = values
+    target = settings[3]
+    try:
+        for view in run_race(*settings, Stop(stop_path)):
+            panes = pane_html("plain generate", view.plain), pane_html("LongSpark", view.longspark, view)
+            if not view.finished:
+                yield ["", summary_html(view), *panes, gr.skip(), gr.skip()]
+        point = race_point(view, target)
+        points = [*points, point] if point else points
+        yield ["", summary_html(view), *panes, charts_html(points, target, COMMITTED), points]
+    except Stopped:
+        yield [notice("Stopped before it began."), *[gr.skip()] * 5]
+    except Refusal as refusal:
+        yield [notice(str(refusal), error=True), *[gr.skip()] * 5]
+    finally:
+        Stop(stop_path).clear()
+
+
+def _measure(target: str, drafter: str, context: int, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+    yield from _fill_charts(target, drafter, context or 1024, points, stop_path)
+
+
+def _sweep(target: str, drafter: str, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+    yield from _fill_charts(target, drafter, 0, points, stop_path)
+
+
+def _fill_charts(target: str, drafter: str, context: int, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+    found: list[Point] = []
+    try:
+        for measured in run_measure(target, drafter, context, True, Stop(stop_path)):
+            bar = (
+                f"<label>{short_length(measured.context)} tokens, pass {measured.done} of {measured.total} "
+                f"<progress value='{measured.done}' max='{measured.total}'></progress></label>"
+            )
+            if len(measured.points) > len(found):
+                found = list(measured.points)
+                yield ["", bar, charts_html(points + found, target, COMMITTED), points + found]
+            else:
+                yield ["", bar, gr.skip(), gr.skip()]
+        yield ["", f"{len(found)} points measured.", gr.skip(), gr.skip()]
+    except Stopped:
+        yield ["", f"Cancelled; {len(found)} points were measured and stay.", gr.skip(), gr.skip()]
+    except Refusal as refusal:
+        yield [notice(str(refusal), error=True), "", gr.skip(), gr.skip()]
+    finally:
+        Stop(stop_path).clear()
+
+
+def main(app: gr.Blocks | None = None, **options: Any) -> Any:
+    """
+    Start loading and serve.
+
+    Args:
+        app (`gr.Blocks`, *optional*): From [`build_app`].
+        options: For `launch`.
+    """
+    defaults = {
+        "theme": THEME,
+        "css_paths": HERE / "style.css",
+        "max_file_size": MAX_FILE_BYTES,
+        "footer_links": ["api", "settings"],
+        "show_error": True,
+        "ssr_mode": False,
+        "quiet": False,
+    }
+    if not POOL.ready:
+        POOL.load_in_background()
+    return (app or build_app()).launch(**(defaults | options))
+
+
+if __name__ == "__main__":
+    main()

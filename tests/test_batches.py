@@ -1,0 +1,351 @@
+"""Batches: every sequence of `target.generate(**batch, assistant_model=drafter)` is what it would be alone."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from .targets import (
+    CACHE,
+    MORE_TARGETS,
+    TARGETS,
+    VOCAB_SIZE,
+    build,
+    cache_of,
+    left_on,
+    random_drafter,
+    scripted_drafter,
+)
+
+
+NEW = 40
+LENGTHS = [20, 9, 33, 1, 27, 14, 40, 5]
+KINDS = {"oracle": None, "mixed": [3, 0, 7, 1, 5, 2, 6, 4]}
+
+
+def make_batch(size, seed=7):
+    """Prompts of different length, padded on the left; ids, mask and the prompts alone."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(2, 90, (length,), generator=generator) for length in LENGTHS[:size]]
+    longest = max(map(len, prompts))
+    ids, mask = torch.zeros(size, longest, dtype=torch.long), torch.zeros(size, longest, dtype=torch.long)
+    for row, seen, prompt in zip(ids, mask, prompts):
+        row[longest - len(prompt) :] = prompt
+        seen[longest - len(prompt) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}, prompts
+
+
+def alone(target, prompts, **options):
+    """The new tokens of every prompt, generated plainly and alone."""
+    outputs = [target.generate(p[None], do_sample=False, **({"max_new_tokens": NEW} | options)) for p in prompts]
+    return [output[0, len(prompt) :] for output, prompt in zip(outputs, prompts)]
+
+
+def make_drafter(kind, target, prompts, new_tokens):
+    if kind == "random":
+        return random_drafter(target)
+    scripts = [torch.cat([prompt, new]) for prompt, new in zip(prompts, new_tokens)]
+    return scripted_drafter(target, scripts, KINDS[kind])
+
+
+def generate(target, batch, drafter=None, **options):
+    return target.generate(**batch, assistant_model=drafter, **({"do_sample": False, "max_new_tokens": NEW} | options))
+
+
+@pytest.fixture(scope="module")
+def answers(built):
+    """Prompts, batch and lone answers of eight sequences by target name."""
+    made = {}
+
+    def get(name, size):
+        if name not in made:
+            made[name] = alone(built(name), make_batch(8)[1])
+        batch, prompts = make_batch(size)
+        return batch, prompts, made[name][:size]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", ["oracle", "random", "mixed"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_sequence_is_what_it_is_alone(built, answers, name, size, kind):
+    target = built(name)
+    batch, prompts, expected = answers(name, size)
+    drafter = make_drafter(kind, target, prompts, expected)
+    output = generate(target, batch, drafter)
+    assert torch.equal(output, torch.cat([batch["input_ids"], torch.stack(expected)], dim=1))
+    if kind == "oracle":
+        assert drafter.stats.mean_acceptance_length > 6
+    assert left_on(target) == []
+
+
+@pytest.mark.parametrize("name", MORE_TARGETS)
+def test_other_architectures_in_batches(built, name):
+    target = built(name)
+    batch, prompts = make_batch(3)
+    expected = alone(target, prompts)
+    output = generate(target, batch, make_drafter("mixed", target, prompts, expected))
+    assert torch.equal(output[:, batch["input_ids"].shape[1] :], torch.stack(expected))
+
+
+@pytest.mark.parametrize("kind", ["oracle", "random", "mixed"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+def test_sequences_end_one_by_one(built, answers, name, kind):
+    target = built(name)
+    batch, prompts, truth = answers(name, 8)
+    eos = [int(truth[0][5]), int(truth[1][30]), int(truth[4][0])]
+    expected = alone(target, prompts, eos_token_id=eos)
+    lengths = [len(new) for new in expected]
+    assert len(set(lengths)) >= 3 and 1 in lengths
+    output = generate(
+        target,
+        batch,
+        make_drafter(kind, target, prompts, truth),
+        eos_token_id=eos,
+        return_dict_in_generate=True,
+    )
+    plain = generate(target, batch, eos_token_id=eos, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, plain.sequences)
+    for row, new in zip(output.sequences[:, batch["input_ids"].shape[1] :], expected):
+        assert torch.equal(row[: len(new)], new) and bool((row[len(new) :] == 0).all())
+    assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+def test_the_cache_afterwards_holds_the_rows_of_plain_generation(built, answers, name):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    outputs = [
+        generate(target, batch, drafter, return_dict_in_generate=True)
+        for drafter in (None, make_drafter("mixed", target, prompts, truth))
+    ]
+    padding = torch.cat([batch["attention_mask"], torch.ones(3, NEW - 1)], dim=1) == 0
+    for plain, ours in zip(cache_of(outputs[0]).layers, cache_of(outputs[1]).layers):
+        assert type(plain) is type(ours) and plain.get_seq_length() == ours.get_seq_length()
+        hidden = padding[:, None, -plain.keys.shape[2] :, None]
+        for one, other in ((plain.keys, ours.keys), (plain.values, ours.values)):
+            torch.testing.assert_close(one.masked_fill(hidden, 0), other.masked_fill(hidden, 0), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_batch_goes_on_from_its_cache(built, answers, name):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    more = torch.randint(2, 90, (3, 6), generator=torch.Generator().manual_seed(3))
+    results = []
+    for drafter in (None, make_drafter("mixed", target, prompts, truth)):
+        first = generate(target, batch, drafter, return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, more], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(3, NEW + 6, dtype=torch.long)], dim=1)
+        drafter = drafter and random_drafter(target)
+        results.append(
+            generate(target, {"input_ids": ids, "attention_mask": mask}, drafter, **{CACHE: cache_of(first)})
+        )
+    assert torch.equal(*results)
+
+
+class StopAt(StoppingCriteria):
+    """Fires for a sequence whose newest token is one of `ids`."""
+
+    def __init__(self, ids):
+        self.ids = torch.tensor(ids)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+class Counting(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], 0
+
+    def put(self, value):
+        self.tokens.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def rules(kind, token, length):
+    """A stopping rule that fires at `token`, or after `length` tokens."""
+    return {
+        "eos": {"eos_token_id": int(token)},
+        "eos-list": {"eos_token_id": [95, int(token)]},
+        "custom": {"stopping_criteria": StoppingCriteriaList([StopAt([int(token)])])},
+        "custom-and-eos": {
+            "eos_token_id": 95,
+            "stopping_criteria": StoppingCriteriaList([StopAt([int(token)])]),
+        },
+        "max-length": {"max_new_tokens": length},
+        "max-time": {"max_time": 0.0, "eos_token_id": 95},
+    }[kind]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("position", range(1, 10))
+@pytest.mark.parametrize("kind", ["eos", "eos-list", "custom", "custom-and-eos", "max-length", "max-time"])
+def test_every_stopping_rule_fires_where_plain_generation_stops(qwen3, answers, kind, position, size):
+    batch, prompts, truth = answers("qwen3", 4)
+    batch = {name: value[:size] for name, value in batch.items()}
+    options = rules(kind, truth[0][position], position) | {"return_dict_in_generate": True}
+    results = []
+    for drafter in (None, make_drafter("oracle", qwen3, prompts, truth), make_drafter("mixed", qwen3, prompts, truth)):
+        streamer = Counting()
+        output = generate(qwen3, batch, drafter, streamer=streamer, **options)
+        flat = [token for put in streamer.tokens[1:] for token in torch.tensor(put).flatten().tolist()]
+        results.append((output.sequences.tolist(), cache_of(output).get_seq_length(), flat, streamer.ended))
+    assert results[0] == results[1] == results[2]
+
+
+def test_dict_output_has_the_shapes_of_plain_generation(qwen3, answers):
+    batch, prompts, truth = answers("qwen3", 3)
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+    }
+    plain = generate(qwen3, batch, **options)
+    ours = generate(qwen3, batch, make_drafter("mixed", qwen3, prompts, truth), **options)
+    assert len(plain.scores) == len(ours.scores) and len(plain.hidden_states) == len(ours.hidden_states)
+    for one, other in zip(plain.scores + plain.logits, ours.scores + ours.logits):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    for step, (one, other) in enumerate(zip(plain.hidden_states, ours.hidden_states)):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.shape == theirs.shape
+            if step:
+                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
+def test_processors_see_each_sequence_as_in_plain_generation(qwen3, answers, options):
+    batch, prompts, truth = answers("qwen3", 4)
+    options = options | {"eos_token_id": int(truth[0][3])}
+    plain = generate(qwen3, batch, **options)
+    assert torch.equal(generate(qwen3, batch, make_drafter("mixed", qwen3, prompts, truth), **options), plain)
+
+
+def test_several_return_sequences_are_a_batch(qwen3, prompt):
+    drafter = random_drafter(qwen3)
+    output = qwen3.generate(
+        prompt, assistant_model=drafter, do_sample=True, num_return_sequences=3, max_new_tokens=NEW
+    )
+    assert output.shape == (3, prompt.shape[1] + NEW)
+    assert len({tuple(row.tolist()) for row in output}) == 3
+
+
+def test_sampling_in_a_batch_is_lossless():
+    vocabulary, size, calls = 7, 3, 4
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.25,
+        eos_token_id=None,
+    )
+    target = LlamaForCausalLM(config).eval()
+    target.generation_config.pad_token_id = 0
+    drafter = random_drafter(target, mask_token_id=0, window_size=4, block_size=3, initializer_range=0.5)
+    prompts = [torch.tensor([1, 4, 2, 5]), torch.tensor([3]), torch.tensor([6, 2])]
+    copies = 1500
+    ids = torch.stack([torch.cat([torch.zeros(4 - len(p), dtype=torch.long), p]) for p in prompts])
+    mask = torch.stack([torch.arange(4) >= 4 - len(p) for p in prompts]).long()
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 5, "max_new_tokens": 4}
+    counts = torch.zeros(size, vocabulary**2)
+    for _ in range(calls):
+        output = target.generate(
+            ids.repeat_interleave(copies, 0), attention_mask=mask.repeat_interleave(copies, 0),
+            assistant_model=drafter, **options,
+        )[:, 4:]  # fmt: skip
+        pairs = (output[:, 1] * vocabulary + output[:, 2]).view(size, copies)
+        for row, found in zip(counts, pairs):
+            row += torch.bincount(found, minlength=vocabulary**2)
+    assert 1.0 < drafter.stats.mean_acceptance_length < 3.9
+    for prompt, row in zip(prompts, counts):
+        expected = torch.zeros(vocabulary**2)
+        first = processed(target, prompt[None])[0]
+        for a, p in enumerate(first.tolist()):
+            two = processed(target, torch.cat([prompt, torch.tensor([a])])[None])[0]
+            for b, q in enumerate(two.tolist()):
+                three = processed(target, torch.cat([prompt, torch.tensor([a, b])])[None])[0]
+                expected[b * vocabulary : (b + 1) * vocabulary] += p * q * three
+        expected = expected / expected.sum() * row.sum()
+        likely = expected > 5
+        observed = torch.cat([row[likely], row[~likely].sum()[None]]).double()
+        wanted = torch.cat([expected[likely], expected[~likely].sum()[None]]).double()
+        assert wanted[-1] > 0 or observed[-1] == 0
+        observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+        assert chisquare(observed, wanted * (observed.sum() / wanted.sum())).pvalue > 1e-4
+
+
+def processed(target, ids):
+    """The distribution after `ids` at temperature 0.8 and top-k 5."""
+    with torch.no_grad():
+        logits = target(ids).logits[:, -1] / 0.8
+    kept = logits.topk(5, dim=-1)
+    return torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values).softmax(dim=-1)
+
+
+class Boom(StoppingCriteria):
+    def __init__(self, after, error):
+        self.left, self.error = after, error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+@pytest.mark.parametrize("after", [0, 3, 30, 60])
+def test_nothing_is_left_after_an_interrupted_batch(qwen3, answers, after, error):
+    batch, prompts, truth = answers("qwen3", 3)
+    streamer = Counting()
+    with pytest.raises(type(error)):
+        generate(
+            qwen3,
+            batch,
+            make_drafter("mixed", qwen3, prompts, truth),
+            stopping_criteria=StoppingCriteriaList([Boom(after, error)]),
+            streamer=streamer,
+        )
+    assert streamer.ended == 1, "whoever reads from the streamer would wait for ever"
+    assert left_on(qwen3) == []
+    assert torch.equal(generate(qwen3, batch)[:, -NEW:], torch.stack(truth))
+
+
+def test_what_cannot_progress_at_its_own_pace_is_refused(qwen3, answers):
+    batch, _, _ = answers("qwen3", 2)
+    drafter = random_drafter(qwen3)
+    cache = StaticCache(config=qwen3.config, max_cache_len=128)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        generate(qwen3, batch, drafter, **{CACHE: cache})
+    with pytest.raises(ValueError, match="one sequence at a time"):
+        generate(qwen3, batch, drafter, assistant_ensemble_weight=0.5)
+    assert left_on(qwen3) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_prefill_in_chunks_gives_the_same(built, answers, name, size):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    batch = {key: value[:size] for key, value in batch.items()}
+    drafter = make_drafter("mixed", target, prompts, truth)
+    whole = generate(target, batch, drafter)
+    assert torch.equal(generate(target, batch, drafter, prefill_chunk_size=7), whole)
+
+
+def test_eager_attention_takes_batches_too(answers):
+    batch, prompts, truth = answers("gemma3", 3)
+    target = build("gemma3")
+    target.set_attn_implementation("eager")
+    output = generate(target, batch, make_drafter("mixed", target, prompts, truth))
+    assert torch.equal(output[:, -NEW:], torch.stack(truth))
+    assert VOCAB_SIZE == target.config.vocab_size

@@ -1,0 +1,435 @@
+"""The Space without a browser: numbers, refusals, stopping, memory and visitors, on tiny models."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+
+pytest.importorskip("gradio", reason="the Space needs gradio: pip install longspark-hf[space]")
+
+from .browser.scripted import DRAFTER, NAME, NEW_TOKENS, PROMPT, RANDOM, SPACE, fill_pool, scripted_target  # noqa: E402, I001
+from .targets import ScriptedDrafter, left_on  # noqa: E402
+
+import actions  # noqa: E402
+from baton import Baton  # noqa: E402
+from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
+from documents import read_document  # noqa: E402
+from limits import MAX_CHARACTERS, MAX_FILE_BYTES, Refusal  # noqa: E402
+from measuring import PASSES, Point, measure  # noqa: E402
+from panes import pane_html, summary_html  # noqa: E402
+from pieces import Pieces  # noqa: E402
+from pool import POOL, own_copy  # noqa: E402
+from prompts import build_prompt  # noqa: E402
+from stopping import Stop, Stopped  # noqa: E402
+
+
+class FailingDrafter(ScriptedDrafter):
+    """Raises `failure` in its second round."""
+
+    failure: Exception | None = None
+    act = None
+
+    def draft(self, *args, **kwargs):
+        if self.round == 1 and self.failure is not None:
+            raise self.failure
+        if self.round == 1 and self.act is not None:
+            self.act()
+        return super().draft(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def pool():
+    yield POOL
+    POOL.targets.clear()
+    POOL.ready, POOL.error = False, None
+
+
+def run(
+    stop=None, prompt=PROMPT, document="", context=0, new_tokens=NEW_TOKENS, temperature=0.0, block_size=0, **names
+):
+    """A race to its end; the last view."""
+    stop = stop or Stop()
+    names = {"target": NAME, "drafter": DRAFTER} | names
+    try:
+        return list(
+            actions.run_race(
+                prompt,
+                document,
+                context,
+                names["target"],
+                names["drafter"],
+                temperature,
+                new_tokens,
+                block_size,
+                stop,
+            )
+        )[-1]
+    finally:
+        stop.clear()
+
+
+@pytest.mark.parametrize("wrong_at, tau", [([0], 1.0), ([2], 3.0), ([3], 4.0), ([1, 3], 3.0)])
+def test_the_page_shows_exactly_the_scripted_acceptance_and_state(wrong_at, tau):
+    loaded = scripted_target(wrong_at)
+    fill_pool(loaded)
+    view = run()
+    drafter = loaded.drafters[DRAFTER]
+    state = drafter.config.state_bytes(torch.float32)
+
+    assert view.finished and view.identical
+    assert view.longspark.tau == tau
+    assert view.longspark.rounds == (NEW_TOKENS - 1) / tau
+    assert view.state_bytes == state
+    origins = [origin for _, origin in view.longspark.pieces]
+    assert origins.count("draft") == sum(view.longspark.accepted_by_position) == NEW_TOKENS - 1 - view.longspark.rounds
+    assert origins.count("first") == 1 and origins.count("target") == view.longspark.rounds
+    page = summary_html(view) + pane_html("LongSpark", view.longspark, view)
+    assert f"data-figure='tau' title='mean tokens committed per verification'>{tau:.2f}<" in page
+    assert f"data-value='{state}'>{state:,}<" in page
+    point = actions.race_point(view, NAME)
+    assert (point.context, point.state_bytes) == (7 + NEW_TOKENS, state)
+    assert point.target_bytes == (7 + NEW_TOKENS - 1) * loaded.row_bytes  # the newest token is not cached yet
+
+
+def test_both_lanes_say_what_plain_generate_says():
+    loaded = scripted_target([1])
+    fill_pool(loaded)
+    view = run(block_size=1)
+    ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    expected = loaded.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert view.plain.ids == view.longspark.ids == expected
+    assert view.longspark.tau == 2.0 and sum(view.longspark.accepted_by_position[1:]) == 0  # the cap holds
+
+
+def test_sampling_is_not_called_identical():
+    fill_pool(scripted_target())
+    view = run(temperature=1.0)
+    assert view.finished and view.identical is None and "sampled" in summary_html(view)
+
+
+def test_lanes_begin_turn_about():
+    fill_pool(scripted_target())
+    assert {run().first, run().first} == {"plain", "longspark"}
+
+
+def test_a_clock_runs_in_its_own_turns_only():
+    baton, took = Baton(["slow", "fast"]), {"slow": 0.02, "fast": 0.004}
+    gaps = []
+
+    def lane(name, steps):
+        for _ in range(steps):
+            baton.take(name)
+            time.sleep(took[name])
+            baton.put_down(name)
+            gaps.append(abs(baton.seconds["slow"] - baton.seconds["fast"]))
+        baton.leave(name)
+
+    with ThreadPoolExecutor(2) as threads:
+        start = time.perf_counter()
+        list(threads.map(lane, ["slow", "fast"], [5, 25]))
+        elapsed = time.perf_counter() - start
+    assert sum(baton.seconds.values()) <= elapsed
+    assert baton.seconds["slow"] >= 5 * 0.02 and baton.seconds["fast"] >= 25 * 0.004
+    assert sorted(gaps)[len(gaps) // 2] < 0.03  # side by side, a step apart
+
+
+REFUSED = {
+    "empty": ({"prompt": " \n"}, "empty.*Write a question"),
+    "too many characters": ({"prompt": "w" * (MAX_CHARACTERS + 1)}, "1,500,001 characters; up to 1,500,000"),
+    "too many tokens": ({"prompt": "w1 " * 5000}, "5,000 tokens.*up to 4,096 here. Shorten the prompt"),
+    "no room for the prompt": ({"prompt": "w1 " * 600, "context": 512}, "alone has 60. tokens.*longer context"),
+    "context": ({"context": 10**6}, "context is 1000000; it can be 256 to 4,096"),
+    "new tokens": ({"new_tokens": 10**6}, "new tokens is 1000000; it can be 1 to 256"),
+    "no new tokens": ({"new_tokens": 0}, "new tokens is 0"),
+    "temperature": ({"temperature": -1}, "temperature is -1; it can be 0 to 2"),
+    "temperature of another kind": ({"temperature": "hot"}, "temperature is hot"),
+    "block size": ({"block_size": -3}, "cap on the draft is -3"),
+    "target": ({"target": "gpt"}, "no target 'gpt' here. Choose one of: tiny"),
+    "drafter": ({"drafter": "other"}, "no drafter 'other' for tiny. Choose one of: scripted, random"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_accepted_is_refused_with_what_is(arguments, message):
+    fill_pool(scripted_target())
+    with pytest.raises(Refusal, match=message):
+        run(**arguments)
+
+
+def test_before_the_models_are_loaded_a_call_says_so():
+    with pytest.raises(Refusal, match="still being loaded .step 1 of .* Try again"):
+        run()
+
+
+@pytest.mark.parametrize("document, origin", [("", "sources of Python"), ("w1 w2 w3", "your document and sources")])
+def test_a_prompt_is_filled_up_to_the_context_with_room_for_the_answer(document, origin):
+    loaded = scripted_target()
+    built = build_prompt(loaded, PROMPT, document, 512, 40)
+    assert 512 - 40 - 4 <= len(built.ids) <= 512 - 40 and origin in built.origin
+    assert loaded.tokenizer.decode(built.ids).endswith(PROMPT)
+
+
+def test_a_long_document_is_cut_to_the_context():
+    built = build_prompt(scripted_target(), PROMPT, "w1 w2 " * 5000, 512, 40)
+    assert len(built.ids) == 512 - 40 and "cut" in built.origin
+
+
+PDF = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>endobj
+4 0 obj<</Length 47>>stream
+BT /F1 12 Tf 20 100 Td (A glacier flows.) Tj ET
+endstream endobj
+5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
+trailer<</Root 1 0 R/Size 6>>
+startxref
+0
+%%EOF
+"""
+
+
+@pytest.mark.parametrize(
+    "name, data, text",
+    [
+        ("a.txt", b"plain\r\ntext\n", "plain\ntext"),
+        ("a.MD", "\ufeff# Straße".encode(), "# Straße"),
+        ("a.py", b"x = 1\n", "x = 1"),
+        ("a.pdf", PDF, "A glacier flows."),
+    ],
+)
+def test_documents_are_read_as_text(tmp_path, name, data, text):
+    (tmp_path / name).write_bytes(data)
+    assert read_document(tmp_path / name) == text
+
+
+@pytest.mark.parametrize(
+    "name, data, message",
+    [
+        ("a.exe", b"text", r"a.exe is of type '.exe'; .txt, .md, .py, .pdf can be read"),
+        ("a", b"text", "type 'none'"),
+        ("a.txt", b"x" * (MAX_FILE_BYTES + 1), "up to 2 MiB can be read"),
+        ("a.txt", b" \n", "no text in it"),
+        ("a.txt", b"\xff\xfe\xfa", "not UTF-8"),
+        ("a.py", b"MZ\0\0", "binary file"),
+        ("a.pdf", b"not a pdf", "cannot be read as a PDF"),
+        ("a.txt", b"x" * (MAX_CHARACTERS + 1), "1,500,001 characters"),
+    ],
+)
+def test_bad_documents_are_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(Refusal, match=message):
+        read_document(tmp_path / name)
+
+
+def test_a_race_stops_in_the_middle_of_a_round_and_leaves_nothing():
+    loaded = scripted_target([2], FailingDrafter)
+    fill_pool(loaded)
+    stop = Stop()
+    loaded.drafters[DRAFTER].act = stop.set  # within the draft of the second round: the verification must not run
+    view = run(stop)
+    assert view.stopped and view.finished and view.longspark.phase == view.plain.phase == "stopped"
+    assert len(view.longspark.ids) == 1 + 3 and view.draft_ms is None
+    assert actions.race_point(view, NAME) is None
+    assert left_on(loaded.model) == [] and not stop.is_set()
+    loaded.drafters[DRAFTER].act = None
+    assert run().identical
+
+
+def test_a_race_stopped_in_the_queue_does_not_begin():
+    fill_pool(scripted_target())
+    stop = Stop()
+    stop.set()
+    with pytest.raises(Stopped):
+        run(stop)
+
+
+def test_a_race_ends_when_its_visitor_leaves():
+    fill_pool(scripted_target())
+    threads = threading.active_count()
+    stop = Stop()
+    views = actions.run_race(PROMPT, "", 0, NAME, DRAFTER, 0.0, NEW_TOKENS, 0, stop)
+    next(views)
+    views.close()
+    stop.clear()
+    assert threading.active_count() == threads
+    assert run().identical
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+    ],
+    ids=["MemoryError", "gpu", "cpu"],
+)
+def test_running_out_of_memory_is_told_and_the_next_call_works(failure):
+    loaded = scripted_target([2], FailingDrafter)
+    fill_pool(loaded)
+    loaded.drafters[DRAFTER].failure = failure
+    with pytest.raises(Refusal, match="ran out of memory for 7 tokens of prompt and 25 new ones.*shorter context"):
+        run()
+    loaded.drafters[DRAFTER].failure = None
+    assert run().longspark.tau == 3.0
+
+
+def test_other_errors_are_not_called_out_of_memory():
+    loaded = scripted_target([2], FailingDrafter)
+    fill_pool(loaded)
+    loaded.drafters[DRAFTER].failure = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        run()
+    assert left_on(loaded.model) == []
+
+
+def test_measured_points_hold_what_was_measured():
+    loaded = scripted_target()
+    fill_pool(loaded)
+    last = list(measure(NAME, RANDOM, [256, 2048], True, Stop()))[-1]
+    assert (last.done, last.total) == (2 * PASSES, 2 * PASSES)
+    assert [(point.method, point.context) for point in last.points] == [
+        ("longspark", 256),
+        ("dflash", 256),
+        ("longspark", 2048),
+        ("dflash", 2048),
+    ]
+    ours, peer = [[p.state_bytes for p in last.points if p.method == name] for name in ("longspark", "dflash")]
+    assert ours == [loaded.drafters[DRAFTER].config.state_bytes(torch.float32)] * 2
+    assert peer[1] > 6 * peer[0] and all(point.draft_ms > 0 for point in last.points)
+
+
+def test_a_cancelled_sweep_keeps_its_points():
+    fill_pool(scripted_target())
+    stop, found = Stop(), []
+    with pytest.raises(Stopped):
+        for measured in actions.run_measure(NAME, RANDOM, 0, True, stop):
+            found = list(measured.points)
+            if found:
+                stop.set()
+    stop.clear()
+    assert [point.context for point in found] == [1024, 1024]
+
+
+def test_a_length_that_does_not_fit_is_refused(monkeypatch):
+    fill_pool(scripted_target())
+    monkeypatch.setattr("measuring.free_memory", lambda device: 2**20)
+    with pytest.raises(Refusal, match="131,072 tokens need more memory.*up to [0-9,]+ can"):
+        list(actions.run_measure(NAME, DRAFTER, 131072, True, Stop()))
+
+
+def test_charts_show_every_point_and_the_committed_sweep_with_its_date():
+    points = [
+        Point(COMMITTED_FOR, "longspark", 4096, 12.5, 2**20, 2**24, "race"),
+        Point(COMMITTED_FOR, "dflash", 4096, 50.0, 2**23, 2**24, "alone"),
+        Point("another target", "dflash", 8192, 99.0, 2**24, 2**25, "alone"),
+    ]
+    committed = Committed.read()
+    page = charts_html(points, COMMITTED_FOR, committed)
+    assert f"committed, {committed.date}" in page and committed.row_bytes == 46080
+    assert "data-method='longspark' data-context='4096' data-value='12.5' data-source='race'" in page
+    assert "data-method='dflash' data-context='4096' data-value='8' data-source='alone'" in page
+    assert "8192'" not in page
+    assert "committed" not in charts_html(points, "another target", committed)
+
+
+def test_a_stretched_copy_shares_weights_and_leaves_the_model_as_it_was():
+    model = scripted_target().model
+    before = model.model.rotary_emb.inv_freq.clone()
+    own = own_copy(model, 4)
+    assert all(a is b for a, b in zip(model.parameters(), own.parameters()))
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert own.model.rotary_emb.inv_freq[-1] < before[-1] and own.model.rotary_emb.inv_freq[0] == before[0]
+    assert (model.config.max_position_embeddings, own.config.max_position_embeddings) == (1024, 4096)
+
+
+def test_a_prompt_beyond_the_targets_limit_runs_stretched():
+    fill_pool(scripted_target())
+    view = run(context=1536, new_tokens=8)
+    assert view.identical and view.prompt_tokens > 1500
+
+
+def test_pieces_of_a_character_come_when_it_is_whole():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    pieces = Pieces(fast)
+    assert [pieces.add(token) for token in fast("aé☃")["input_ids"]] == ["a", "", "é", "", "", "☃"]
+
+
+@pytest.fixture
+def served():
+    """The Space on a free port, with a scripted drafter."""
+    import app
+
+    fill_pool(scripted_target([2]))
+    _, url, _ = app.main(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
+    yield url
+    app.gr.close_all()
+
+
+def test_named_endpoints_serve_two_visitors_without_mixing_them(served):
+    from gradio_client import Client
+
+    def ask(prompt):
+        client = Client(served, verbose=False)
+        return client.predict(prompt, max_new_tokens=NEW_TOKENS, drafter=DRAFTER, api_name="/race")
+
+    prompts = [PROMPT, "w80 w3 w22 w9", PROMPT, "w80 w3 w22 w9"]
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(ask, prompts))
+    texts = [answer["longspark"]["text"] for answer in answers]
+    assert texts[0] == texts[2] != texts[1] == texts[3]
+    assert all(answer["finished"] and answer["identical"] for answer in answers)
+    assert answers[0]["tau"] == 3.0 and answers[0]["accepted_by_position"][:3] == [8, 8, 0]
+    assert [answer["prompt_tokens"] for answer in answers] == [7, 4, 7, 4]
+
+
+def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path):
+    from gradio_client import Client, handle_file
+
+    client = Client(served, verbose=False)
+    limits = client.predict(api_name="/limits")
+    assert limits["ready"] and limits["targets"][NAME]["max_context"] == 4096
+    with pytest.raises(Exception, match="The prompt is empty"):
+        client.predict("", api_name="/race")
+    points = client.predict(1024, drafter=RANDOM, api_name="/measure")
+    assert [point["method"] for point in points] == ["longspark", "dflash"]
+    (tmp_path / "a.md").write_text("some text")
+    (tmp_path / "a.gif").write_text("GIF89a")
+    assert client.predict(handle_file(tmp_path / "a.md"), api_name="/read_document") == "some text"
+    with pytest.raises(Exception, match="can be read"):
+        client.predict(handle_file(tmp_path / "a.gif"), api_name="/read_document")
+
+
+def test_every_endpoint_is_documented():
+    import app
+
+    readme = (SPACE / "README.md").read_text(encoding="utf-8")
+    endpoints = {d["api_name"] for d in app.build_app().config["dependencies"] if d.get("api_visibility") == "public"}
+    assert {"race", "measure", "sweep", "limits", "read_document"} == endpoints
+    assert all(f"`/{name}`" in readme for name in endpoints)
+
+
+def test_the_folder_for_a_space_is_complete(tmp_path):
+    import gradio
+    from assemble import assemble
+
+    folder = assemble(tmp_path / "space")
+    front = (folder / "README.md").read_text(encoding="utf-8").split("---")[1]
+    assert f"sdk_version: {gradio.__version__.split('.')[0]}." in front and "app_file: app.py" in front
+    for name in ("app.py", "requirements.txt", "style.css", "longspark_hf/modeling_longspark.py"):
+        assert (folder / name).is_file()
+    examples = folder / "examples"
+    assert (examples / "LongSpark-SmolLM2-135M-Instruct" / "model.safetensors").is_file()
+    assert (examples / "results" / "sweep_smollm2.json").is_file()
+    assert not list(folder.rglob("__pycache__"))
