@@ -89,6 +89,7 @@ class LongSparkCacheLayer(CacheLayerMixin):
         self.summary_queries = summary_queries.detach()
         self.window_size = window_size
         self.window_dtype = dtype
+        self.transferred_bytes = 0  # from and to a target on another device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch_size, num_kv_heads, _, head_dim = key_states.shape
@@ -151,8 +152,8 @@ class LongSparkCacheLayer(CacheLayerMixin):
             )
         if key_states.shape[2] == 0:
             return self.keys, self.values
-        # Rows are folded where they are, so that a drafter on another device receives fixed-size state only.
-        device = key_states.device
+        device = self._fold_device(key_states, value_states)
+        key_states, value_states = key_states.to(device), value_states.to(device)
         queries, values, lse = (t.to(device) for t in (self.summary_queries, self.summary_values, self.summary_lse))
         mask = None if row_mask is None else row_mask.to(device=device, dtype=torch.bool)
         new_values, new_lse = fold_rows(queries, key_states, value_states, values, lse, mask)
@@ -160,6 +161,16 @@ class LongSparkCacheLayer(CacheLayerMixin):
         self.summary_lse.copy_(new_lse)
         self._write_window(key_states, value_states, mask)
         return self.keys, self.values
+
+    def _fold_device(self, keys: torch.Tensor, values: torch.Tensor) -> torch.device:
+        """Where rows are folded if the drafter is on another device than the target: on the side that sends less."""
+        if keys.device == self.keys.device:
+            return keys.device
+        rows = keys.nbytes + values.nbytes
+        fixed = self.summary_queries.nbytes + 2 * (self.summary_values.nbytes + self.summary_lse.nbytes)
+        window = min(keys.shape[2], self.window_size) * (self.keys[:, :, :1].nbytes + self.values[:, :, :1].nbytes)
+        self.transferred_bytes += min(rows, fixed + window)
+        return self.keys.device if rows <= fixed + window else keys.device
 
     def _write_window(self, keys: torch.Tensor, values: torch.Tensor, row_mask: torch.Tensor | None) -> None:
         batch_size, _, num_new, _ = keys.shape
@@ -261,6 +272,8 @@ class LongSparkCache(Cache):
                 Of the selected target layers at the last committed row, in the order of `target_layer_ids`.
         """
         device = self.layers[0].summary_queries.device
+        if hidden_states.device != device:
+            self.layers[0].transferred_bytes += hidden_states.nbytes
         hidden_states = hidden_states.to(device=device, dtype=self.dtype or hidden_states.dtype)
         if self.boundary is None or self.boundary.shape != hidden_states.shape:
             self.boundary = hidden_states.clone()
@@ -284,6 +297,11 @@ class LongSparkCache(Cache):
         super().batch_repeat_interleave(repeats)
         if self.boundary is not None:
             self.boundary = self.boundary.repeat_interleave(repeats, dim=0)
+
+    @property
+    def transferred_bytes(self) -> int:
+        """Bytes that this state received from a target on another device, or sent there to be folded with its rows."""
+        return sum(layer.transferred_bytes for layer in self.layers)
 
     @property
     def nbytes(self) -> int:

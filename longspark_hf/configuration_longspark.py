@@ -152,6 +152,10 @@ class LongSparkConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*):
             Number of tokens the drafter can propose, stored in the checkpoint as `draft_token_ids`; all others have
             probability zero in a draft. `None`, the paper's form, proposes from the whole vocabulary.
+        proposal (`str`, *optional*, defaults to `"sampled"`):
+            What a drafter proposes when the target samples: `"sampled"` tokens of its own distribution, or the `"likeliest"`
+            ones, which are then accepted as often as the target would have sampled them. Both are lossless. May be changed
+            at any time; greedy generation proposes the likeliest tokens always.
         rms_norm_eps (`float`, *optional*, defaults to 1e-6): For the draft layers; the two fusion blocks keep 1e-6.
         rope_parameters (`dict`): Rotary parameters of the target. Serves the unbound drafter; a bound target's rotary
             module wins. Keyed by layer type where the target's is (Gemma 3), with `layer_types` naming each draft layer's.
@@ -184,6 +188,7 @@ class LongSparkConfig(PreTrainedConfig):
     qk_norm: bool = True
     boundary_residual: int | None = None
     draft_vocab_size: int | None = None
+    proposal: str = "sampled"
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     rope_parameters: dict | None = None
@@ -239,6 +244,8 @@ class LongSparkConfig(PreTrainedConfig):
             raise ValueError(
                 f"`draft_vocab_size` must lie between 1 and `vocab_size` ({self.vocab_size}), got {self.draft_vocab_size}."
             )
+        if self.proposal not in ("sampled", "likeliest"):
+            raise ValueError(f"`proposal` must be 'sampled' or 'likeliest', got {self.proposal!r}.")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has {len(self.layer_types)} entries for {self.num_hidden_layers} draft layers."

@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .rows_longspark import TargetRows
-from .stats_longspark import LongSparkStats
+from .schedule_longspark import DraftSchedule
+from .stats_longspark import LongSparkStats, PhaseClock
 from .tap_longspark import TargetTap, to_device
 from .target_longspark import BorrowedTarget
 from .verification_longspark import RowProcessor, agreement, own_tokens
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+DEFAULT_CONFIDENCE_THRESHOLD = GenerationConfig()._get_default_generation_params()["assistant_confidence_threshold"]
 # Of the prompt only; each round makes its own.
 PROMPT_KWARGS = ("inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
@@ -98,6 +100,11 @@ class AssistedDecoding:
         pad = generation_config._pad_token_tensor
         self.pad = None if pad is None else int(pad)
         self.rows: TargetRows | None = None
+        self.schedule = DraftSchedule(drafter.config.block_size, generation_config.num_assistant_tokens)
+        # `generate` fills in its default where the user said nothing.
+        threshold = generation_config.assistant_confidence_threshold
+        self.confidence = None if threshold == DEFAULT_CONFIDENCE_THRESHOLD else threshold
+        self.clock = PhaseClock(self.device)
         self.drafting = True
         self.streamed = 0
 
@@ -141,6 +148,10 @@ class AssistedDecoding:
                     self.streamer.end()  # or whoever reads from it waits for ever
             raise
         self.stats.state_bytes = self.tap.state.nbytes
+        self.stats.transferred_bytes += self.tap.state.transferred_bytes
+        seconds = self.clock.seconds()
+        self.stats.prefill_seconds = seconds["prefill"]
+        self.stats.draft_seconds, self.stats.verify_seconds = seconds.get("draft", 0.0), seconds.get("verify", 0.0)
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
@@ -148,7 +159,7 @@ class AssistedDecoding:
     # -- passes of the target
 
     def _prefill(self) -> None:
-        clock = time.perf_counter()
+        self.clock.mark("start")
         outputs = self.target._prefill(self.input_ids, self.config, self.model_kwargs)
         if not self.cache.is_croppable:
             raise ValueError(
@@ -160,7 +171,7 @@ class AssistedDecoding:
         logits = outputs.logits[:, -1:].to(dtype=torch.float32, device=self.device, copy=True)
         nothing = self.input_ids.new_empty((self.batch_size, 0))
         self.anchors = self._keep(nothing, None, logits, outputs, prefill=True)
-        self.stats.prefill_seconds = time.perf_counter() - clock
+        self.clock.mark("prefill")
 
     def _read_positions(self) -> None:
         position_ids = self.model_kwargs.get("position_ids")
@@ -207,23 +218,22 @@ class AssistedDecoding:
     # -- a round
 
     def _round(self) -> None:
-        clock = time.perf_counter()
+        start = time.perf_counter()
         draft = self._draft()
-        now = time.perf_counter()
-        self.stats.draft_seconds += now - clock
+        self.clock.mark("draft")
         token_ids = self.anchors[:, None]
         if draft is not None:
             token_ids = torch.cat([token_ids, draft.token_ids.to(self.device)], dim=1)
         outputs = self._verify(token_ids)
         logits = outputs.logits[:, -token_ids.shape[1] :].to(dtype=torch.float32, device=self.device)
         self.anchors = self._keep(token_ids[:, 1:], draft, logits, outputs)
+        self.clock.mark("verify")
+        self.schedule.note(token_ids.shape[1] - 1, self.accepted, time.perf_counter() - start)
         self._retire()
-        self.stats.verify_seconds += time.perf_counter() - now
 
     def _draft(self) -> Any:
         left = max(self.budget - len(self.sequences[b].tokens) for b in self.running) - 1
-        limit = self.config.num_assistant_tokens
-        num_tokens = min(self.drafter.config.block_size, left, left if limit is None else int(limit))
+        num_tokens = min(self.schedule.length(), left)
         if num_tokens <= 0 or not self.drafting:
             return None
         draft = self.drafter.draft(
@@ -232,12 +242,36 @@ class AssistedDecoding:
             self.tap.state,
             self.borrowed,
             num_tokens=num_tokens,
-            do_sample=self.config.do_sample,
+            do_sample=self.config.do_sample and self.drafter.config.proposal == "sampled",
             logits_processor=[functools.partial(self._process_draft, processor) for processor in self.processors],
             input_ids=self.anchors[:, None] if self.processors else None,
             ends_before=self._is_eos if self.demanding else None,
         )
+        if self.confidence and draft.token_ids.shape[1]:
+            draft = self._cut_where_unsure(draft)
+        self._count_transfer(draft)
         return draft if draft.token_ids.shape[1] else None
+
+    def _count_transfer(self, draft: Any) -> None:
+        drafter, n = self.drafter, len(self.running)
+        if drafter.device == self.device:
+            return
+        # Embeddings of the block come, states for the norm and the head go; logits come, and go back to be compared.
+        states = n * drafter.config.block_size * drafter.config.hidden_size * drafter.dtype.itemsize
+        base = n * draft.token_ids.shape[1] * (drafter.config.draft_vocab_size or drafter.config.vocab_size)
+        self.stats.transferred_bytes += 4 * states + base * self.target.dtype.itemsize + draft.token_ids.nbytes
+        if self.config.do_sample:
+            self.stats.transferred_bytes += draft.logits.nbytes
+
+    def _cut_where_unsure(self, draft: Any) -> Any:
+        # By the distribution, not by the token that was drawn from it: leaving out drawn tokens by what they are would
+        # change the distribution of what is committed.
+        sure = draft.logits.softmax(dim=-1).amax(dim=-1) >= self.confidence
+        possible = draft.possible & sure.cumprod(dim=1).bool()
+        longest = int(possible.sum(dim=1).max())
+        return type(draft)(
+            draft.token_ids[:, :longest], draft.logits[:, :longest], draft.finite, possible[:, :longest]
+        )
 
     def _process_draft(
         self, processor: RowProcessor, anchor_and_draft: torch.LongTensor, scores: torch.Tensor
@@ -266,7 +300,7 @@ class AssistedDecoding:
         if draft is not None:
             finite = draft.finite.to(self.device).long()
             lengths = draft.possible.to(self.device).long().cumprod(dim=1).sum(dim=1) * finite
-            draft_logits = draft.logits.to(self.device) if self.config.do_sample else None
+            draft_logits = self._proposal(draft) if self.config.do_sample else None
         scores, agreed = self._judge(draft_ids, draft_logits, logits)
         counts = torch.arange(draft_ids.shape[1], device=self.device) < lengths[:, None]
         accepted = (agreed & counts).cumprod(dim=1).sum(dim=1)
@@ -275,6 +309,7 @@ class AssistedDecoding:
 
         # The one look at the device of this round.
         looked = torch.cat([accepted[:, None], finite[:, None], tokens], dim=1).tolist()
+        self.accepted = [row[0] for row in looked]
         if not all(row[1] for row in looked):
             self.drafting = False
             logger.warning(
@@ -295,6 +330,13 @@ class AssistedDecoding:
                 self.cache.crop(kept[0] - tokens.shape[1])
             self.positions = self.positions + number
         return tokens.gather(1, number[:, None] - 1)[:, 0]
+
+    def _proposal(self, draft: Any) -> torch.Tensor:
+        """Logits of the distribution that the draft came from; a point mass where the most likely token was taken."""
+        logits = draft.logits.to(self.device)
+        if self.drafter.config.proposal == "sampled":
+            return logits
+        return torch.full_like(logits, -torch.inf).scatter(-1, draft.token_ids.to(self.device)[..., None], 0.0)
 
     def _judge(
         self, draft_ids: torch.LongTensor, draft_logits: torch.Tensor | None, logits: torch.Tensor
@@ -373,6 +415,7 @@ class AssistedDecoding:
         if places is not None:
             self.running = [self.running[place] for place in places]
             if places:
+                self.schedule.resize(len(places) / (len(places) + len(finished)))
                 index = to_device(places, self.device)
                 self.anchors, self.positions = self.anchors[index], self.positions[index]
                 self.tap.state.batch_select_indices(index.to(self.tap.state.boundary.device))

@@ -28,6 +28,7 @@ from .checks_longspark import Call, check_call
 from .configuration_longspark import tokenizer_fingerprint
 from .decoding_longspark import AssistedDecoding
 from .rows_longspark import check_rows
+from .schedule_longspark import DraftSchedule
 from .stats_longspark import LongSparkStats
 from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
@@ -71,6 +72,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         self.logits_processor = logits_processor
         self.stopping_rules = stopping_rules
         self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
+        self.schedule = DraftSchedule(drafter.config.block_size, generation_config.num_assistant_tokens)
         self._length: int | None = None
         self._rows = 0  # of the target's cache, padding included
         self._clock = 0.0
@@ -125,9 +127,8 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, position_ids: torch.LongTensor | None
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         config = self.generation_config
-        limit = config.num_assistant_tokens
         budget = config.max_length - input_ids.shape[1] - 1
-        num_tokens = min(self.drafter.config.block_size, budget, budget if limit is None else int(limit))
+        num_tokens = min(self.schedule.length(), budget)
         if num_tokens <= 0 or not self._drafting or not self.stopping_rules.allow_drafts:
             return input_ids, None
         ends_before = self._ends_before() if self._demanding or self.stopping_rules else None
@@ -145,7 +146,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             state,
             self.borrowed,
             num_tokens=num_tokens,
-            do_sample=config.do_sample,
+            do_sample=config.do_sample and self.drafter.config.proposal == "sampled",
             logits_processor=self.logits_processor,
             input_ids=input_ids,
             ends_before=ends_before,
@@ -161,7 +162,9 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             return input_ids, None
         num_tokens = possible.index(False) if False in possible else len(possible)
         candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
-        with_logits = num_tokens > 0 and (config.do_sample or config.assistant_ensemble_weight is not None)
+        # Without logits the loop compares with its own samples, which is right for the likeliest tokens.
+        sampled = config.do_sample and self.drafter.config.proposal == "sampled"
+        with_logits = num_tokens > 0 and (sampled or config.assistant_ensemble_weight is not None)
         return candidates, draft.logits[:, :num_tokens] if with_logits else None
 
     def _ends_before(self) -> Callable[[torch.LongTensor], bool]:

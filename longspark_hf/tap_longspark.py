@@ -163,12 +163,15 @@ class TargetTap:
                 "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own."
             )
         device = self.state.layers[0].summary_queries.device
-        hidden = [self._hidden[layer_id].to(device) for layer_id in self._draft_layer]
+        hidden = [self._hidden[layer_id] for layer_id in self._draft_layer]
         if num_rows is None:
-            self.state.set_boundary(torch.stack([states[:, -1] for states in hidden], dim=1))
+            boundary = [states[:, -1] for states in hidden]
         else:
-            last, sequences = to_device(num_rows, device) - 1, torch.arange(len(num_rows), device=device)
-            self.state.set_boundary(torch.stack([states[sequences, last] for states in hidden], dim=1))
+            last = to_device(num_rows, device) - 1
+            # Chosen where they are: a target may be spread over devices, and the drafter sit on another one.
+            boundary = [states[torch.arange(len(states)), last.to(states.device)] for states in hidden]
+        self.state.set_boundary(torch.stack([states.to(hidden[-1].device) for states in boundary], dim=1))
+        if num_rows is not None:
             for layer_id, (keys, values) in self._rows.items():
                 keys, values = keys[:, :, : max(num_rows)], values[:, :, : max(num_rows)]
                 mask = None

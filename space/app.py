@@ -150,7 +150,7 @@ def build_app() -> gr.Blocks:
 def _show_loading() -> list[Any]:
     """Progress of loading; when it is done, what there is to choose from."""
     if not POOL.ready:
-        return [status_html(), gr.skip(), *[gr.skip()] * 6]
+        return [status_html(), gr.Timer(active=POOL.error is None), *[gr.skip()] * 6]
     name, loaded = next(iter(POOL.targets.items()))
     return [
         status_html(hardware.device_name()),

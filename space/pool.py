@@ -125,7 +125,8 @@ class Pool:
 
         Args:
             names (`list[str]`, *optional*):
-                Of `CATALOGUE`. Default: the environment's `LONGSPARK_TARGETS`, else all on a GPU and SmolLM2 on a CPU.
+                Of `CATALOGUE`. Default: the environment's `LONGSPARK_TARGETS`, else on a GPU all that fit, on a CPU
+                SmolLM2.
         """
         try:
             device, dtype = device_and_dtype()

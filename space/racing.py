@@ -5,9 +5,9 @@ Does not know: prompts (prompts), turns (baton) or how a race looks (panes).
 """
 
 import queue
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from longspark_hf.target_longspark import BorrowedTarget
 
 PLAIN, LONGSPARK = "plain", "longspark"
 REPORT_EVERY = 0.15  # seconds between two looks of a visitor
+# The same two threads for every race: torch keeps buffers for each thread that ever multiplied matrices.
+_LANES = ThreadPoolExecutor(2, thread_name_prefix="lane")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class RaceView:
 
 class Lane(BaseStreamer):
     r"""
-    One `generate` call in a thread of its own. As its streamer it hears of every round, and passes the baton there.
+    One `generate` call, run in a thread of its own. As its streamer it hears of every round, and passes the baton there.
 
     Args:
         name (`str`): `PLAIN` or `LONGSPARK`.
@@ -137,7 +139,8 @@ class Lane(BaseStreamer):
         self.name, self.model, self.drafter, self.request = name, model, drafter, request
         self.baton, self.stop, self.events = baton, stop, events
         self.puts = 0
-        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.draft_seconds = 0.0
+        self._drafting_since: float | None = None
 
     def watch(self, layers: torch.nn.ModuleList) -> None:
         """Be told before every layer of a pass."""
@@ -148,6 +151,10 @@ class Lane(BaseStreamer):
         self.stop.check()
         if self.puts == 1:  # the prompt came, its pass goes on
             self.events.put((self.name, "layer", read))
+        elif read == 0 and self._drafting_since is not None:  # the draft ends where the verification begins
+            wait_for(self.model.device)
+            self.draft_seconds += time.perf_counter() - self._drafting_since
+            self._drafting_since = None
 
     def put(self, value: torch.Tensor) -> None:
         """`generate` puts the prompt, then the token that follows from the prefill, then what each round committed."""
@@ -158,12 +165,14 @@ class Lane(BaseStreamer):
             wait_for(self.model.device)
             self.events.put((self.name, "tokens", ids, self.baton.put_down(self.name)))
             self.baton.take(self.name)
+            self._drafting_since = time.perf_counter()
             self.stop.check()
 
     def end(self) -> None:
         pass
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """The call from start to end; what becomes of it is told to `events`."""
         try:
             self.baton.take(self.name)
             self.stop.check()
@@ -175,8 +184,8 @@ class Lane(BaseStreamer):
         finally:
             self.baton.leave(self.name)
 
-    def _generate(self) -> tuple[int, Any]:
-        """Runs the call; returns bytes of the target's K/V cache and the drafter's statistics."""
+    def _generate(self) -> tuple[int, float, Any]:
+        """Runs the call; returns bytes of the target's K/V cache, seconds of drafting, and the drafter's statistics."""
         request, device = self.request, self.model.device
         cache = DynamicCache(config=self.model.config)
         options: dict[str, Any] = {cache_argument(self.model): cache, "do_sample": request.temperature > 0}
@@ -195,7 +204,7 @@ class Lane(BaseStreamer):
             **options,
         )
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return held, None if self.drafter is None else self.drafter.stats
+        return held, self.draft_seconds, None if self.drafter is None else self.drafter.stats
 
 
 def race_seconds(request: RaceRequest, stop: Stop) -> int:
@@ -247,15 +256,13 @@ def _run_lanes(
         lane.watch(layers)
         getattr(view, name).layers = len(layers)
         lanes.append(lane)
-    for lane in lanes:
-        lane.thread.start()
+    running = [_LANES.submit(lane.run) for lane in lanes]
     try:
         yield from _follow(view, {name: Pieces(loaded.tokenizer) for name in order}, events)
     finally:
         if not view.finished:  # failed, or the visitor is gone
             stop.set()
-        for lane in lanes:
-            lane.thread.join()
+        wait(running)
 
 
 def _follow(view: RaceView, pieces: dict[str, Pieces], events: queue.Queue) -> Iterator[RaceView]:
@@ -307,15 +314,15 @@ def _count(lane: LaneView, pieces: Pieces, ids: list[int], seconds: float) -> No
         lane.accepted_by_position[position] += 1
 
 
-def _take_stats(view: RaceView, target_bytes: int, stats: Any) -> None:
-    """What the drafter itself measured replaces what was counted on the way."""
+def _take_stats(view: RaceView, target_bytes: int, draft_seconds: float, stats: Any) -> None:
+    """What the drafter itself counted replaces what was counted on the way."""
     lane = view.longspark
     lane.rounds, lane.tokens = stats.rounds, stats.tokens
     lane.accepted_by_position = list(stats.accepted_by_position)
     view.state_bytes, view.target_bytes = stats.state_bytes, target_bytes
     if stats.rounds:
-        view.draft_ms = 1e3 * stats.draft_seconds / stats.rounds
-        # Not `stats.verify_seconds`: those run on while the other lane holds the baton.
+        # Not `stats.draft_seconds` and `stats.verify_seconds`: one of them runs on while the other lane holds the baton.
+        view.draft_ms = 1e3 * draft_seconds / stats.rounds
         view.verify_ms = 1e3 * (lane.seconds - lane.prefill_seconds) / stats.rounds - view.draft_ms
 
 

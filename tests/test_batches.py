@@ -235,11 +235,11 @@ def test_several_return_sequences_are_a_batch(qwen3, prompt):
     assert len({tuple(row.tolist()) for row in output}) == 3
 
 
-def test_sampling_in_a_batch_is_lossless():
-    vocabulary, size, calls = 7, 3, 4
+def soft_target():
+    """A target of 7 tokens whose distributions are far from one-sided, so that a wrong q would show."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary,
+        vocab_size=7,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -250,6 +250,11 @@ def test_sampling_in_a_batch_is_lossless():
     )
     target = LlamaForCausalLM(config).eval()
     target.generation_config.pad_token_id = 0
+    return target
+
+
+def test_sampling_in_a_batch_is_lossless():
+    target, vocabulary, size, calls = soft_target(), 7, 3, 4
     drafter = random_drafter(target, mask_token_id=0, window_size=4, block_size=3, initializer_range=0.5)
     prompts = [torch.tensor([1, 4, 2, 5]), torch.tensor([3]), torch.tensor([6, 2])]
     copies = 1500

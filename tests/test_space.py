@@ -1,6 +1,5 @@
 """The Space without a browser: numbers, refusals, stopping, memory and visitors, on tiny models."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,6 +82,7 @@ def test_the_page_shows_exactly_the_scripted_acceptance_and_state(wrong_at, tau)
     assert view.longspark.tau == tau
     assert view.longspark.rounds == (NEW_TOKENS - 1) / tau
     assert view.state_bytes == state
+    assert 0 < view.draft_ms < view.verify_ms  # the script costs nothing, and turns of the other lane do not count
     origins = [origin for _, origin in view.longspark.pieces]
     assert origins.count("draft") == sum(view.longspark.accepted_by_position) == NEW_TOKENS - 1 - view.longspark.rounds
     assert origins.count("first") == 1 and origins.count("target") == view.longspark.rounds
@@ -249,13 +249,12 @@ def test_a_race_stopped_in_the_queue_does_not_begin():
 
 def test_a_race_ends_when_its_visitor_leaves():
     fill_pool(scripted_target())
-    threads = threading.active_count()
     stop = Stop()
     views = actions.run_race(PROMPT, "", 0, NAME, DRAFTER, 0.0, NEW_TOKENS, 0, stop)
     next(views)
     views.close()
     stop.clear()
-    assert threading.active_count() == threads
+    assert left_on(POOL.targets[NAME].model) == []
     assert run().identical
 
 

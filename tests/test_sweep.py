@@ -109,11 +109,11 @@ def test_synthetic_dflash_caches_stand_as_after_real_rounds(sliding, target):
     config = LongSparkConfig.from_target(target.config, **DRAFTER)
     drafter = dflash_drafter(target, config, sliding)
     kept = []
-    original = type(drafter).forward
+    original, name = type(drafter).forward, cache_argument(drafter)
 
     def forward(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
-        layer = kwargs[cache_argument(self)].layers[0]
+        layer = kwargs[name].layers[0]
         kept.append((layer.keys.shape[2], layer.get_seq_length(), kwargs["context_hidden_states"].shape[1]))
         return output
 

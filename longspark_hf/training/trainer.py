@@ -149,7 +149,7 @@ class LongSparkTrainer(Trainer):
             )
         if self.is_fsdp_enabled:
             drafter.get_input_embeddings = lambda: None  # accelerate asks; the drafter borrows the target's
-        self.model_accepts_loss_kwargs = True  # what tells `training_step` the same before transformers 5.24
+        self.model_accepts_loss_kwargs = True  # what tells `training_step` the same in transformers 5.18
         self.target = target.requires_grad_(False).eval()
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)

@@ -21,9 +21,16 @@ def ready(page):
 
 def set_new_tokens(page, number):
     page.get_by_text("Settings", exact=True).first.click()
-    field = page.locator("#new-tokens input[type=number]")
-    field.fill(str(number))
-    field.press("Tab")
+    field, slider = page.locator("#new-tokens input[type=number]"), page.locator("#new-tokens input[type=range]")
+    slider.wait_for()
+    for _ in range(20):  # a control that was just unfolded may not listen yet
+        field.fill(str(number))
+        field.press("Enter")
+        field.press("Tab")
+        page.wait_for_timeout(300)
+        if slider.input_value() == field.input_value() == str(number):
+            return
+    raise AssertionError(f"new tokens stay at {slider.input_value()}")
 
 
 def race(page, prompt=PROMPT):

@@ -1,0 +1,94 @@
+"""How many tokens to draft in the next round of a call.
+
+Knows: the user's cap, how often each position was accepted and what rounds of each length took, in this call.
+Does not know: how tokens are drafted or verified.
+"""
+
+AUTO = "auto"
+# Weight of the newest observation in every running mean.
+NEW = 0.2
+# Rounds at the start that measure both ends, the whole block and no draft, in turn.
+PROBES = 4
+# Rounds without drafts before drafting is tried again: doubled after every failure, back to the first after a success.
+FIRST_PAUSE, LONGEST_PAUSE = 16, 128
+
+
+class DraftSchedule:
+    r"""
+    Args:
+        block_size (`int`): Tokens that a drafter can propose.
+        num_assistant_tokens (`int` or `"auto"`, *optional*):
+            Of the call. A number caps the draft. `"auto"` drafts what committed most tokens a second in this call so far,
+            nothing at all where drafting does not pay, and tries again from time to time.
+
+    Raises:
+        `ValueError`: for anything else.
+
+    `"auto"` chooses the length k that maximises `(1 + sum_j a_1 ... a_j) / t_k`, where `a_j` is how often position j was
+    accepted when those before it were, and `t_k` the seconds that a round with k drafts took.
+    """
+
+    def __init__(self, block_size: int, num_assistant_tokens: int | str | None = None):
+        self.auto = num_assistant_tokens == AUTO
+        if not self.auto and num_assistant_tokens is not None and not isinstance(num_assistant_tokens, int):
+            raise ValueError(f'`num_assistant_tokens` must be a whole number or "auto", got {num_assistant_tokens!r}.')
+        self.cap = block_size if self.auto or num_assistant_tokens is None else min(num_assistant_tokens, block_size)
+        self.accepted = [0.5] * block_size
+        self.seconds: dict[int, float] = {}
+        self.rounds, self.pause, self.resume_at = 0, FIRST_PAUSE, 0
+
+    def length(self) -> int:
+        """Tokens to draft in the next round."""
+        if not self.auto:
+            return self.cap
+        if self.rounds < PROBES:
+            return (self.cap, 0)[self.rounds % 2]
+        best = max(range(self.cap + 1), key=self._tokens_per_second)
+        if best == 0 and self.rounds >= self.resume_at:
+            return min(2, self.cap)  # a short try costs least
+        return best
+
+    def note(self, length: int, accepted: list[int], seconds: float) -> None:
+        """
+        Take down a finished round.
+
+        Args:
+            length (`int`): Drafted tokens.
+            accepted (`list[int]`): Of them, by sequence.
+            seconds (`float`): From its draft to its last committed token.
+        """
+        self.rounds += 1
+        if not self.auto:
+            return
+        known = self.seconds.get(length)
+        # The first rounds pay for allocations: the later one of the probes counts.
+        forget = known is None or self.rounds <= PROBES
+        self.seconds[length] = seconds if forget else known + NEW * (seconds - known)
+        for number in accepted:
+            for position in range(min(number + 1, length)):
+                self.accepted[position] += NEW * ((position < number) - self.accepted[position])
+        if length == 0 or self.rounds < PROBES:
+            return
+        if max(range(self.cap + 1), key=self._tokens_per_second) == 0:
+            self.resume_at = self.rounds + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        else:
+            self.pause = FIRST_PAUSE
+
+    def resize(self, share: float) -> None:
+        """Scale what rounds took: only a `share` of the sequences is left."""
+        self.seconds = {length: seconds * share for length, seconds in self.seconds.items()}
+
+    def _tokens_per_second(self, length: int) -> float:
+        tokens, chain = 1.0, 1.0
+        for rate in self.accepted[:length]:
+            chain *= rate
+            tokens += chain
+        return tokens / self._seconds(length)
+
+    def _seconds(self, length: int) -> float:
+        """Measured, or on the line between the nearest lengths that were."""
+        below = max((known for known in self.seconds if known <= length), default=min(self.seconds))
+        above = min((known for known in self.seconds if known >= length), default=max(self.seconds))
+        share = (length - below) / (above - below) if above > below else 0.0
+        return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])
