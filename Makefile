@@ -18,24 +18,37 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.longspark-$(shell printf '%s' '$(TORCH) $(TRANSFORMERS)' | cksum | cut -d ' ' -f 1)
 MINIMUM := transformers==$(shell sed -n 's/^ *transformers>=//p' setup.cfg).0
 
-.PHONY: help demo test test-minimum quality style
+.PHONY: help demo space space-folder test test-minimum browser-test quality style
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      SmolLM2-135M on this CPU: plain generate against generate with a drafter"
+	@echo "make space     the demo in a browser, on http://127.0.0.1:7860"
+	@echo "make space-folder   build/space, ready for: hf upload you/longspark build/space --repo-type=space"
 	@echo "make test      the test suite, without network"
 	@echo "make test-minimum   the same with $(MINIMUM), in a venv of its own"
+	@echo "make browser-test   the demo in headless Chromium (Debian: apt install chromium)"
 	@echo "make quality   ruff, check only"
 	@echo "make style     ruff, fixing what it can"
 
 demo: $(STAMP)
 	$(BIN)/longspark demo $(DEMO_ARGS)
 
+space: $(STAMP)
+	$(BIN)/python space/app.py
+
+space-folder: $(STAMP)
+	$(BIN)/python space/assemble.py build/space
+
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --ignore tests/browser $(PYTEST_ARGS)
 
 test-minimum:
 	$(MAKE) test VENV=.venv-minimum TRANSFORMERS='$(MINIMUM)'
+
+# In one process: the tests share one Space and one browser.
+browser-test: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/browser $(PYTEST_ARGS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -152,7 +152,7 @@ class LongSparkCacheLayer(CacheLayerMixin):
             )
         if key_states.shape[2] == 0:
             return self.keys, self.values
-        device = self._fold_device(key_states, value_states)
+        device = self._fold_device(key_states)
         key_states, value_states = key_states.to(device), value_states.to(device)
         queries, values, lse = (t.to(device) for t in (self.summary_queries, self.summary_values, self.summary_lse))
         mask = None if row_mask is None else row_mask.to(device=device, dtype=torch.bool)
@@ -162,15 +162,25 @@ class LongSparkCacheLayer(CacheLayerMixin):
         self._write_window(key_states, value_states, mask)
         return self.keys, self.values
 
-    def _fold_device(self, keys: torch.Tensor, values: torch.Tensor) -> torch.device:
-        """Where rows are folded if the drafter is on another device than the target: on the side that sends less."""
-        if keys.device == self.keys.device:
-            return keys.device
-        rows = keys.nbytes + values.nbytes
+    def transfer(self, num_rows: int) -> tuple[int, bool]:
+        """
+        What absorbing `num_rows` rows of a target on another device sends between the devices.
+
+        Returns:
+            `tuple(int, bool)`: bytes, and whether it is the rows that cross. Otherwise they are folded where they are, and
+            state of fixed size crosses instead: whichever is less.
+        """
+        row = self.keys[:, :, :1].nbytes + self.values[:, :, :1].nbytes
         fixed = self.summary_queries.nbytes + 2 * (self.summary_values.nbytes + self.summary_lse.nbytes)
-        window = min(keys.shape[2], self.window_size) * (self.keys[:, :, :1].nbytes + self.values[:, :, :1].nbytes)
-        self.transferred_bytes += min(rows, fixed + window)
-        return self.keys.device if rows <= fixed + window else keys.device
+        fixed += min(num_rows, self.window_size) * row
+        return (num_rows * row, True) if num_rows * row <= fixed else (fixed, False)
+
+    def _fold_device(self, rows: torch.Tensor) -> torch.device:
+        if rows.device == self.keys.device:
+            return rows.device
+        num_bytes, rows_cross = self.transfer(rows.shape[2])
+        self.transferred_bytes += num_bytes
+        return self.keys.device if rows_cross else rows.device
 
     def _write_window(self, keys: torch.Tensor, values: torch.Tensor, row_mask: torch.Tensor | None) -> None:
         batch_size, _, num_new, _ = keys.shape

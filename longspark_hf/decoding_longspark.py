@@ -136,6 +136,7 @@ class AssistedDecoding:
                     self.cache.activate_past_recording()
                 first_column = int(self.cache.get_seq_length())
                 self._retire()
+                self.clock.mark("rest")
                 stack.enter_context(self.target._optimize_model_for_decode())
                 while self.running:
                     self._round()
@@ -230,6 +231,7 @@ class AssistedDecoding:
         self.clock.mark("verify")
         self.schedule.note(token_ids.shape[1] - 1, self.accepted, time.perf_counter() - start)
         self._retire()
+        self.clock.mark("rest")  # a streamer takes as long as it takes
 
     def _draft(self) -> Any:
         left = max(self.budget - len(self.sequences[b].tokens) for b in self.running) - 1
@@ -316,14 +318,18 @@ class AssistedDecoding:
                 "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be "
                 "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
             )
-        if self.keeps_outputs:
-            self._note_prompt_outputs(outputs) if prefill else None
+        if not prefill:
+            self.clock.mark("verify")
+        elif self.keeps_outputs:
+            self.prompt_hidden_states, self.prompt_attentions = outputs.get("hidden_states"), outputs.get("attentions")
         kept = [self._take(place, row[2 : 3 + row[0]], scores, logits, outputs) for place, row in enumerate(looked)]
         number = to_device(kept, self.device)
         if not prefill:
             for count in kept:
                 self.stats.count_round(count)
+            self.clock.mark("rest")  # criteria are the user's
             self.tap.commit(kept)
+            self.clock.mark("draft")
             if self.rows is not None:
                 self.rows.commit(kept)
             else:
@@ -450,9 +456,6 @@ class AssistedDecoding:
         if step < len(tokens):
             return tokens[step]
         return self.pad if self._ended(b) else None
-
-    def _note_prompt_outputs(self, outputs: Any) -> None:
-        self.prompt_hidden_states, self.prompt_attentions = outputs.get("hidden_states"), outputs.get("attentions")
 
     def _note_outputs(
         self, sequence: Sequence, place: int, index: int, scores: torch.Tensor, logits: torch.Tensor, outputs: Any

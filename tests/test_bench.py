@@ -106,7 +106,7 @@ def test_a_capped_draft_reports_as_many_positions(target, tokenizer, scripted):
 
 def test_tokens_are_counted_alike_when_an_answer_ends_inside_a_block(target, tokenizer, scripted, monkeypatch):
     drafter = scripted(7)
-    answer = drafter.script[len(first_ids(tokenizer, PROMPT)) :].tolist()
+    answer = drafter.scripts[0][len(first_ids(tokenizer, PROMPT)) :].tolist()
     end = next(place for place in range(10, 30) if place % 8 not in (0, 7) and answer[place] not in answer[:place])
     monkeypatch.setattr(target.generation_config, "eos_token_id", answer[end])
     methods = ("prompt_lookup", "longspark", "zero_acceptance")

@@ -5,13 +5,10 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from longspark_hf.target_longspark import BorrowedTarget
-
-from .targets import TARGETS, build, drafter_config, left_on, random_drafter
+from .targets import TARGETS, build, cache_of, drafter_config, left_on, random_drafter
 from .test_batches import NEW, answers, generate, make_drafter  # noqa: F401
 
 
@@ -55,25 +52,13 @@ def test_a_round_looks_at_the_device_once(built, answers, monkeypatch, name, siz
     assert len(ours) <= len(passes) + 2 and len(looks) <= len(passes) + 10
 
 
-def test_a_drafter_elsewhere_receives_views_of_fixed_size_only():
-    with FakeTensorMode():  # refuses to mix devices, and needs none of them
-        target = build("qwen3")
-        drafter = random_drafter(target).to("cuda")
-        config, borrowed = drafter.config, BorrowedTarget.of(target, drafter.config)
-        sent = {}
-        for length in (4, 1000, 4000):
-            state = drafter.new_cache()
-            rows = torch.randn(1, config.num_key_value_heads, length, config.head_dim)
-            for layer in range(config.num_hidden_layers):
-                state.update(rows, rows, layer)
-            state.set_boundary(torch.randn(1, config.num_hidden_layers, config.hidden_size))
-            anchor, position = torch.ones(1, dtype=torch.long), torch.full((1,), length)
-            draft = drafter.draft(anchor, position, state, borrowed)
-            assert state.layers[0].keys.device.type == "cuda" and draft.token_ids.device.type == "cuda"
-            sent[length] = state.transferred_bytes
-        per_row = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-        assert sent[4] == 4 * per_row + state.boundary.nbytes
-        assert sent[1000] == sent[4000] < 1000 * per_row
+def test_a_drafter_elsewhere_receives_views_of_fixed_size_only(qwen3, prompt):
+    output = generate(qwen3, {"input_ids": prompt}, random_drafter(qwen3), return_dict_in_generate=True)
+    layer = cache_of(output).longspark_state[0].layers[0]
+    row = 2 * qwen3.config.num_key_value_heads * qwen3.config.head_dim * 4
+    assert layer.transfer(8) == (8 * row, True), "after a round its rows are less than the state"
+    assert layer.transfer(4000) == layer.transfer(100_000) and not layer.transfer(4000)[1]
+    assert layer.transfer(4000)[0] < 4 * layer.nbytes
 
 
 def test_one_device_transfers_nothing(qwen3, answers):  # noqa: F811

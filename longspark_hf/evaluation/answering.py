@@ -72,8 +72,8 @@ class Answer:
 
 class RoundClock:
     r"""
-    Times the parts of the rounds of assisted `generate` calls from outside, alike for every drafter: the making of
-    candidates and the target's passes. A context manager; nothing of it stays on the target.
+    Times the parts of the rounds of assisted `generate` calls from outside: the target's passes, and the making of
+    candidates where the loop of transformers asks for them. A context manager; nothing of it stays on the target.
 
     On a GPU the marks are events on its stream, so that looking at the clock waits for nothing.
 
@@ -242,7 +242,8 @@ class Answerer:
         answer.decode_tokens += sum(timer.sizes[2:])
         for committed in timer.sizes[2:]:
             answer.count_round(committed)
-        answer.draft_seconds += clock.seconds("draft")
+        drafts = method in ("longspark", "zero_acceptance")
+        answer.draft_seconds += self.drafter.stats.draft_seconds if drafts else clock.seconds("draft")
         answer.verify_seconds += clock.seconds("verify")
         answer.state_bytes = self._state_bytes(method, clock.generator)
         return output[0, len(prompt) :].tolist()

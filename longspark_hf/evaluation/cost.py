@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf.compat import cache_argument
 from longspark_hf.target_longspark import BorrowedTarget
 
 from .demo import PutTimer, build_prompts
@@ -80,14 +81,15 @@ def round_parts(
     config, anchor = drafter.config, torch.tensor([1])
     state, position = synthetic_state(drafter, context), torch.tensor([context])
     ids = torch.randint(0, config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
-    cache = target(ids, use_cache=True, logits_to_keep=1).cache
+    name = cache_argument(target)
+    cache = target(ids, use_cache=True, logits_to_keep=1)[name]
     block = torch.randint(0, config.vocab_size, (1, config.block_size + 1))
     rows = torch.randn(1, config.num_key_value_heads, config.block_size + 1, config.head_dim, dtype=drafter.dtype)
     hidden = drafter(anchor, position, state, borrowed).hidden_states
     base = borrowed.lm_head(hidden.to(target.dtype))
 
     def verify(num_tokens: int) -> None:
-        target(block[:, :num_tokens], cache=cache, use_cache=True)
+        target(block[:, :num_tokens], use_cache=True, **{name: cache})
         cache.crop(-num_tokens)
 
     def markov_chain() -> None:
