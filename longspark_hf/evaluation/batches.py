@@ -134,6 +134,7 @@ def main() -> None:
 
     target, tokenizer = load_target("smollm2")
     drafter, _, _ = build_drafter(target, tokenizer)
+    tokenizer.padding_side = "left"
     target.generation_config.eos_token_id = None  # every sequence says as much
     task = load_tasks([options.task], tokenizer, max(options.batch_sizes))[0]
     prompts = [turns[0] for turns in task.conversations]
@@ -144,7 +145,6 @@ def main() -> None:
             messages[:size],
             add_generation_prompt=True,
             padding=True,
-            padding_side="left",
             return_tensors="pt",
             return_dict=True,
         )
