@@ -116,6 +116,11 @@ def _check_outputs(target: PreTrainedModel, input_ids: torch.LongTensor, generat
             "the prompt. Pass `input_ids`, or leave out one of them."
         )
     implementation = target.config.get_text_config(decoder=True)._attn_implementation
+    if generation_config.output_attentions and len(input_ids) > 1:
+        raise ValueError(
+            "`output_attentions` of a batch with `assistant_model` is not supported: its sequences have rows of different "
+            "length. Pass one sequence at a time, or leave out one of the two."
+        )
     if generation_config.output_attentions and implementation != "eager":
         raise ValueError(
             f"`output_attentions` needs a target with `attn_implementation='eager'`, got '{implementation}'. Call "

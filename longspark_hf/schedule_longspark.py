@@ -67,7 +67,7 @@ class DraftSchedule:
         for number in accepted:
             for position in range(min(number + 1, length)):
                 self.accepted[position] += NEW * ((position < number) - self.accepted[position])
-        if length == 0 or self.rounds < PROBES:
+        if self.rounds < PROBES or (length == 0 and self.rounds > PROBES):
             return
         if max(range(self.cap + 1), key=self._tokens_per_second) == 0:
             self.resume_at = self.rounds + self.pause

@@ -21,6 +21,8 @@ from .target_longspark import BorrowedTarget
 
 logger = logging.get_logger(__name__)
 
+# Rounds whose committed rows may wait for the next draft.
+MOST_PENDING = 16
 # The state of a finished call travels with the user's cache under this name, through `copy.deepcopy` too.
 STATE_ATTRIBUTE = "longspark_state"
 
@@ -58,7 +60,7 @@ class TargetTap:
         state: LongSparkCache,
         row_mask: torch.Tensor | None = None,
     ):
-        self.target_cache, self.state = target_cache, state
+        self.target_cache, self._state = target_cache, state
         self.prefilling = True
         self._borrowed = borrowed
         self._draft_layer = {layer_id: index for index, layer_id in enumerate(config.target_layer_ids)}
@@ -69,6 +71,8 @@ class TargetTap:
         self._awaited: int | None = None
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._hidden: dict[int, torch.Tensor] = {}
+        self._boundary: list[torch.Tensor] | None = None
+        self._pending: list[tuple[list[int], dict[int, tuple[torch.Tensor, torch.Tensor]]]] = []
         self._handles: list[Any] = []
         self._user_update: Any = None
 
@@ -143,7 +147,7 @@ class TargetTap:
         first = self._next_row[layer_id]
         self._next_row[layer_id] = first + keys.shape[2]
         mask = None if self._row_mask is None else self._row_mask[:, first : first + keys.shape[2]]
-        self.state.update(keys, values, self._draft_layer[layer_id], mask)
+        self._state.update(keys, values, self._draft_layer[layer_id], mask)
 
     def commit(self, num_rows: list[int] | None = None) -> None:
         r"""
@@ -162,26 +166,49 @@ class TargetTap:
                 f"Target layers {silent} wrote no key/value rows to the cache in this pass, so the drafter cannot read "
                 "them. Choose `target_layer_ids` among the target's attention layers that keep a cache of their own."
             )
-        device = self.state.layers[0].summary_queries.device
         hidden = [self._hidden[layer_id] for layer_id in self._draft_layer]
         if num_rows is None:
-            boundary = [states[:, -1] for states in hidden]
+            self._boundary = [states[:, -1] for states in hidden]
         else:
-            last = to_device(num_rows, device) - 1
             # Chosen where they are: a target may be spread over devices, and the drafter sit on another one.
-            boundary = [states[torch.arange(len(states)), last.to(states.device)] for states in hidden]
-        self.state.set_boundary(torch.stack([states.to(hidden[-1].device) for states in boundary], dim=1))
-        if num_rows is not None:
-            for layer_id, (keys, values) in self._rows.items():
-                keys, values = keys[:, :, : max(num_rows)], values[:, :, : max(num_rows)]
-                mask = None
-                if len(set(num_rows)) > 1:
-                    mask = torch.arange(max(num_rows), device=keys.device) <= last.to(keys.device)[:, None]
-                self.state.update(keys, values, self._draft_layer[layer_id], mask)
+            last = [to_device(num_rows, states.device) - 1 for states in hidden]
+            self._boundary = [states[torch.arange(len(states)), at] for states, at in zip(hidden, last)]
+            kept = {i: (k[:, :, : max(num_rows)], v[:, :, : max(num_rows)]) for i, (k, v) in self._rows.items()}
+            self._pending.append((num_rows, kept))
         self.prefilling = False
         self._row_mask = None
         self._rows.clear()
         self._hidden.clear()
+        if num_rows is None or len(self._pending) == MOST_PENDING:
+            self._settle()
+
+    @property
+    def state(self) -> LongSparkCache:
+        """The drafter's state with all that was committed."""
+        self._settle()
+        return self._state
+
+    def _settle(self) -> None:
+        # Rows of several rounds cost little more than those of one, so rounds without a draft leave theirs for later.
+        if self._boundary is not None:
+            device = self._boundary[-1].device
+            self._state.set_boundary(torch.stack([states.to(device) for states in self._boundary], dim=1))
+            self._boundary = None
+        if not self._pending:
+            return
+        counts, rows = zip(*self._pending)
+        self._pending.clear()
+        even = all(len(set(numbers)) == 1 for numbers in counts)
+        for layer_id, index in self._draft_layer.items():
+            keys, values = (torch.cat(parts, dim=2) for parts in zip(*(kept[layer_id] for kept in rows)))
+            mask = None
+            if not even:
+                masks = [
+                    torch.arange(max(numbers), device=keys.device) < to_device(numbers, keys.device)[:, None]
+                    for numbers in counts
+                ]
+                mask = torch.cat(masks, dim=1)
+            self._state.update(keys, values, index, mask)
 
 
 def held_rows(target_cache: Cache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -27,7 +27,7 @@ size, taken from the target's own passes.</p>
 {Path(__file__).with_name("how_it_works.svg").read_text(encoding="utf-8")}
 <p>Paper: LongSpark (2026), whose drafters are published as {_MODEL.format("Hehy/LongSpark-Qwen3-8B")}. This page and {_PACKAGE} are an
 independent implementation. A drafter pays when it is accepted often enough: with a target as small as SmolLM2-135M on a CPU, plain
-<code>generate</code> is often as fast, and the page says so.</p></div>"""
+<code>generate</code> is mostly faster, and the page says so.</p></div>"""
 
 
 def status_html(device: str | None = None) -> str:

@@ -16,7 +16,7 @@ ARGUMENTS = {
     "quickstart.py": [],
     "chat.py": ["--max-new-tokens", "16"],
     "long_document.py": [__file__],
-    "many_prompts.py": [],
+    "batch.py": [],
     "from_hub.py": [],
     "train_your_own.py": ["--output", "mine", "--samples", "6", "--steps", "6", "--max-new-tokens", "24"],
 }
@@ -24,7 +24,7 @@ SHOWN = {
     "quickstart.py": r"identical: True",
     "chat.py": r"(?s)> What is a glacier\?.*tokens a round.*> Where in Europe.*tokens a round",
     "long_document.py": r"(?s)read \d{3,} tokens.*first token after",
-    "many_prompts.py": r"\d+ tokens in \d+ rounds: [1-5]\.\d\d a round",
+    "batch.py": r"\d+ tokens in \d+ rounds: [1-5]\.\d\d a round",
     "from_hub.py": r"LongSparkDrafter from transformers_modules\.\S+; longspark_hf imported: False",
     "train_your_own.py": r"(?s)\d conversations kept.*tokens a round, from mine",
 }

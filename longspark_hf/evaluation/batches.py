@@ -48,7 +48,9 @@ def oracle(drafter: LongSparkDrafter, prompts: int, answers: torch.LongTensor) -
     draft = drafter.draft
     rows = [row[prompts:].tolist() for row in answers]
 
-    def knowing(anchor_ids: torch.LongTensor, position_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> LongSparkDraft:
+    def knowing(
+        anchor_ids: torch.LongTensor, position_ids: torch.LongTensor, *args: Any, **kwargs: Any
+    ) -> LongSparkDraft:
         made = draft(anchor_ids, position_ids, *args, **kwargs)
         # All sequences advance by whole blocks, so what was said is the same number of tokens for each.
         for place, row in enumerate(made.token_ids):
@@ -65,7 +67,11 @@ def oracle(drafter: LongSparkDrafter, prompts: int, answers: torch.LongTensor) -
 
 
 def measure(
-    target: PreTrainedModel, drafter: LongSparkDrafter, batch: dict[str, torch.Tensor], max_new_tokens: int, repeats: int
+    target: PreTrainedModel,
+    drafter: LongSparkDrafter,
+    batch: dict[str, torch.Tensor],
+    max_new_tokens: int,
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """
     Generate a batch greedily by every method, in turn, and take medians.
@@ -149,7 +155,10 @@ def main() -> None:
             return_dict=True,
         )
         rows += measure(target, drafter, batch, options.max_new_tokens, options.repeats)
-        print(*(f"{r['batch_size']} {r['method']} {r['speedup']:.2f} {r['tau']}" for r in rows[-len(METHODS) :]), sep="\n")
+        print(
+            *(f"{r['batch_size']} {r['method']} {r['speedup']:.2f} {r['tau']}" for r in rows[-len(METHODS) :]),
+            sep="\n",
+        )
         result = {
             "kind": "batches",
             "target": SMOLLM2_HUB_ID,
