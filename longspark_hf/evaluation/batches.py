@@ -25,9 +25,10 @@ from .targets import SMOLLM2_HUB_ID, load_target
 from .tasks import load_tasks
 
 
-# What a batch is generated with, and whether the drafter chooses how much to draft.
+# What a batch is generated with, and its `num_assistant_tokens`. The second is our loop and cache without any draft.
 METHODS = {
     "plain": None,
+    "no_drafts": 0,
     "longspark": None,
     "longspark_auto": "auto",
     "oracle": None,

@@ -17,6 +17,7 @@ from .tables import Column, Table, columns_table, to_markdown_table
 ROOT = Path(longspark_hf.__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
 SWEEP = "sweep_smollm2"
+BATCHES = ("batches_smollm2", "batches_smollm2_long")
 BENCHES = ("bench_smollm2", "bench_smollm2_long")
 BEGIN, END = "<!-- begin: {name} (made by longspark_hf.evaluation.report) -->", "<!-- end: {name} -->"
 
@@ -105,6 +106,32 @@ def bench_table(benches: list[dict[str, Any]]) -> str:
     return "\n\n".join([to_markdown_table(columns_table(BENCH_COLUMNS, rows)), *sources])
 
 
+BATCH_COLUMNS: list[Column] = [
+    ("sequences", lambda row: str(row["batch_size"])),
+    ("new tokens each", lambda row: str(row["max_new_tokens"])),
+    ("plain tokens/s", lambda row: f"{row['plain']['tokens_per_second']:.1f}"),
+    ("our loop, no drafts", lambda row: f"{row['no_drafts']['speedup']:.2f}"),
+    ("τ", lambda row: f"{row['longspark']['tau']:.2f}"),
+    ("speedup", lambda row: f"{row['longspark']['speedup']:.2f}"),
+    ('with "auto"', lambda row: f"{row['longspark_auto']['speedup']:.2f}"),
+    ("all accepted", lambda row: f"{row['oracle']['speedup']:.2f}"),
+    ('none accepted, "auto"', lambda row: f"{row['zero_acceptance_auto']['speedup']:.2f}"),
+    ("output as plain", lambda row: "yes" if all(row[name]["identical"] for name in row["methods"]) else "no"),
+]
+
+
+def batches_table(results: list[dict[str, Any]]) -> str:
+    """What the drafter brought at each batch size, beside its bounds, as Markdown."""
+    rows = []
+    for result in results:
+        for size in dict.fromkeys(row["batch_size"] for row in result["rows"]):
+            of_size = {row["method"]: row for row in result["rows"] if row["batch_size"] == size}
+            rows.append(
+                of_size | {"methods": list(of_size), "batch_size": size, "max_new_tokens": result["max_new_tokens"]}
+            )
+    return "\n\n".join([to_markdown_table(columns_table(BATCH_COLUMNS, rows)), *map(page.source_line, results)])
+
+
 def sections() -> dict[str, str]:
     """README's generated sections by name."""
     cost = load("cost_smollm2")
@@ -117,6 +144,9 @@ def sections() -> dict[str, str]:
     benches = [load(name) for name in BENCHES if (RESULTS / f"{name}.json").is_file()]
     if benches:
         found["bench"] = bench_table(benches)
+    batches = [load(name) for name in BATCHES if (RESULTS / f"{name}.json").is_file()]
+    if batches:
+        found["batches"] = batches_table(batches)
     return found
 
 
