@@ -52,7 +52,7 @@ _LIMITS = """
 
 - Made for {target} alone. Other weights of the same shape, such as a fine-tune, are drafted for with a warning, and less well.
 - Faster only where enough drafts are accepted: measure on your machine and your texts with `longspark bench`.
-- One sequence at a time; no `dynamic` rotary scaling, whose verification is not exact.
+- No target with `dynamic` rotary scaling, whose verification is not exact.
 """
 
 

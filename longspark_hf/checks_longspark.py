@@ -45,12 +45,14 @@ def check_call(
     generation_config: GenerationConfig,
     logits_processor: LogitsProcessorList,
     kwargs: dict[str, Any],
+    stock: str | None = None,
 ) -> Call:
     r"""
     Args:
         target (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, length)`): May be empty with `inputs_embeds`.
         generation_config, logits_processor, kwargs: As prepared by `generate`.
+        stock (`str`, *optional*): Why the loop of transformers serves the call, where it does.
 
     Returns:
         [`Call`]
@@ -82,13 +84,13 @@ def check_call(
         )
 
     attention_mask, inputs_embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
-    if attention_mask is not None and attention_mask.shape[1] != input_ids.shape[1]:
+    if stock and attention_mask is not None and attention_mask.shape[1] != input_ids.shape[1]:
         raise ValueError(
             f"The `attention_mask` has padding and covers {attention_mask.shape[1]} tokens, but `input_ids` has "
             f"{input_ids.shape[1]}: the assisted loop of transformers would cut the mask. Pass the ids of the whole "
             "conversation (cached tokens are not processed again), or drop the padded positions."
         )
-    _check_outputs(target, input_ids, generation_config)
+    _check_outputs(target, input_ids, generation_config, stock)
 
     past = int(target_cache.get_seq_length())
     # `generate` drops a mask of ones, having noted its length.
@@ -106,11 +108,13 @@ def check_call(
     return Call(target_cache, past, start, has_all_ids, has_full_prompt)
 
 
-def _check_outputs(target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig) -> None:
+def _check_outputs(
+    target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, stock: str | None
+) -> None:
     if not generation_config.return_dict_in_generate:
         return
     wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
-    if wanted and input_ids.shape[1] == 0:
+    if stock and wanted and input_ids.shape[1] == 0:
         raise ValueError(
             f"`{wanted[0]}` with `inputs_embeds` and `assistant_model`: the assisted loop of transformers returns none for "
             "the prompt. Pass `input_ids`, or leave out one of them."

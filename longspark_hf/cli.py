@@ -289,7 +289,7 @@ def bench(
     num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="Another rotary base, for both models.")] = None,
     ntk_alpha: Annotated[float | None, typer.Option(help="Or the factor by which the context grows.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Sequences at once; 1 is what drafters can do.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Prompts at once; this benchmark asks one by one.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the draw of prompts and of sampling.")] = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

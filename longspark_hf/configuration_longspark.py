@@ -366,12 +366,13 @@ def _check_harmless(fields: dict[str, Any]) -> None:
                 f"The drafter's config has `{key}` = {fields[key]!r}, which would lead to other files or code. That is never "
                 "followed: remove it from config.json, and ask how it came there."
             )
-    attention = fields.get("attn_implementation")
-    if isinstance(attention, str) and "/" in attention:
-        raise ValueError(
-            f"The drafter's config asks for the attention kernel {attention!r} from the Hub. A drafter computes its attention "
-            "itself: leave out `attn_implementation`."
-        )
+    for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        # Any other name can make transformers fetch a kernel from the Hub, by itself or for a part of the model.
+        if fields.get(key) not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"The drafter's config has `{key}` = {fields[key]!r}, which may ask for an attention kernel from the Hub. A "
+                "drafter computes its attention itself: leave it out."
+            )
 
 
 def _check_released_keys(released: dict[str, Any]) -> None:

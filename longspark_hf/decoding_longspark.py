@@ -99,7 +99,11 @@ class AssistedDecoding:
         self.keeps_outputs = generation_config.return_dict_in_generate
         pad = generation_config._pad_token_tensor
         self.pad = None if pad is None else int(pad)
+        # Sequences that ended, in one more round: plain `generate` leaves the rows of their last tokens in the cache.
+        self.lingering: set[int] = set()
+        self.keeps_cache = self.keeps_outputs or getattr(self.cache, "_is_user_defined", False)
         self.rows: TargetRows | None = None
+        self.columns = int(self.cache.get_seq_length())  # committed, of a single sequence
         self.schedule = DraftSchedule(drafter.config.block_size, generation_config.num_assistant_tokens)
         # `generate` fills in its default where the user said nothing.
         threshold = generation_config.assistant_confidence_threshold
@@ -122,6 +126,7 @@ class AssistedDecoding:
                 self.budget = min(self.budget, criterion.max_length - self.prompt_length)
             else:
                 self.criteria.append(criterion)
+        self.budget = max(self.budget, 1)  # the token that follows from the prefill is said before any rule is asked
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Generate. What `generate` returns."""
@@ -141,12 +146,11 @@ class AssistedDecoding:
                 while self.running:
                     self._round()
                 if self.rows is not None:
-                    # Without a padding rule some may have run ahead of the step at which all had ended.
-                    self.rows.length = min(self.rows.length, first_column + self.budget - 1)
+                    # Some may have run ahead of the step at which all had ended, or have written their last token.
+                    self.rows.length = min(self.rows.length, first_column + self._steps() - 1)
         except BaseException:
-            if self.streamer is not None:
-                with contextlib.suppress(Exception):
-                    self.streamer.end()  # or whoever reads from it waits for ever
+            if self.rows is None:
+                self._take_back()
             raise
         self.stats.state_bytes = self.tap.state.nbytes
         self.stats.transferred_bytes += self.tap.state.transferred_bytes
@@ -169,6 +173,7 @@ class AssistedDecoding:
             )
         self.tap.commit()
         self._read_positions()
+        self.columns = int(self.cache.get_seq_length())
         logits = outputs.logits[:, -1:].to(dtype=torch.float32, device=self.device, copy=True)
         nothing = self.input_ids.new_empty((self.batch_size, 0))
         self.anchors = self._keep(nothing, None, logits, outputs, prefill=True)
@@ -176,22 +181,22 @@ class AssistedDecoding:
 
     def _read_positions(self) -> None:
         position_ids = self.model_kwargs.get("position_ids")
+        self.axes = None  # of a multimodal target: by how much positions on each axis are ahead of the first one's
         if position_ids is not None:
             last = position_ids[..., -1]
-            self.axes = position_ids.shape[0] if position_ids.ndim == 3 else None  # of a multimodal target
-            last = last[0] if last.ndim == 2 else last
-            last = last.expand(self.batch_size)
+            if last.ndim == 2:
+                self.axes = (last - last[0]).to(self.device).expand(-1, self.batch_size)
+                last = last[0]
         else:
-            self.axes, mask = None, self.model_kwargs.get("attention_mask")
-            count = torch.tensor(int(self.cache.get_seq_length())) if mask is None else mask.sum(dim=1)
-            last = count.expand(self.batch_size) - 1
-        self.positions = last.to(self.device) + 1  # of the anchors
+            mask = self.model_kwargs.get("attention_mask")
+            last = (torch.tensor(int(self.cache.get_seq_length())) if mask is None else mask.sum(dim=1)) - 1
+        self.positions = last.expand(self.batch_size).to(self.device) + 1  # of the anchors
 
     def _verify(self, token_ids: torch.LongTensor) -> Any:
         num_new = token_ids.shape[1]
         position_ids = self.positions[:, None] + torch.arange(num_new, device=self.device)
         if self.axes is not None:
-            position_ids = position_ids.expand(self.axes, -1, -1)
+            position_ids = position_ids + self.axes[:, self.running, None]
         kwargs = {name: value for name, value in self.model_kwargs.items() if name not in PROMPT_KWARGS}
         for name in ("token_type_ids", "mm_token_type_ids"):
             if self.model_kwargs.get(name) is not None:
@@ -206,6 +211,13 @@ class AssistedDecoding:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_new
         return self.target(**inputs, return_dict=True)
+
+    def _take_back(self) -> None:
+        """After an error: a cache of the user's keeps what was committed, and no draft."""
+        for layer in self.cache.layers:
+            if layer.is_initialized and layer.is_croppable:
+                with contextlib.suppress(Exception):  # the error on its way says more
+                    layer.crop(-max(int(layer.get_seq_length()) - self.columns, 0))
 
     def _mask(self, num_new: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         if self.rows is not None:
@@ -234,7 +246,7 @@ class AssistedDecoding:
         self.clock.mark("rest")  # a streamer takes as long as it takes
 
     def _draft(self) -> Any:
-        left = max(self.budget - len(self.sequences[b].tokens) for b in self.running) - 1
+        left = max(self.budget - len(self.sequences[b].tokens) for b in self.running if b not in self.lingering) - 1
         num_tokens = min(self.schedule.length(), left)
         if num_tokens <= 0 or not self.drafting:
             return None
@@ -278,8 +290,18 @@ class AssistedDecoding:
     def _process_draft(
         self, processor: RowProcessor, anchor_and_draft: torch.LongTensor, scores: torch.Tensor
     ) -> torch.Tensor:
-        prefixes = [] if processor.blind else self._prefixes(anchor_and_draft[:, 1:])
-        return processor(prefixes, self.running, scores)
+        if processor.blind:
+            return processor([], [], scores)
+        prefixes, places = self._prefixes(anchor_and_draft[:, 1:]), self._places()
+        processed = scores.clone()
+        processed[places] = processor(
+            [prefixes[place] for place in places], [self.running[place] for place in places], scores[places]
+        )
+        return processed
+
+    def _places(self) -> list[int]:
+        """Of sequences that go on; processors are not asked about the others."""
+        return [place for place, b in enumerate(self.running) if b not in self.lingering]
 
     def _process(self, prefixes: list[torch.LongTensor], sequences: list[int], scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()  # some work in place, and the logits may be asked for
@@ -311,7 +333,7 @@ class AssistedDecoding:
 
         # The one look at the device of this round.
         looked = torch.cat([accepted[:, None], finite[:, None], tokens], dim=1).tolist()
-        self.accepted = [row[0] for row in looked]
+        self.accepted = [looked[place][0] for place in self._places()]
         if not all(row[1] for row in looked):
             self.drafting = False
             logger.warning(
@@ -325,8 +347,8 @@ class AssistedDecoding:
         kept = [self._take(place, row[2 : 3 + row[0]], scores, logits, outputs) for place, row in enumerate(looked)]
         number = to_device(kept, self.device)
         if not prefill:
-            for count in kept:
-                self.stats.count_round(count)
+            for place in self._places():
+                self.stats.count_round(kept[place])
             self.clock.mark("rest")  # criteria are the user's
             self.tap.commit(kept)
             self.clock.mark("draft")
@@ -334,6 +356,7 @@ class AssistedDecoding:
                 self.rows.commit(kept)
             else:
                 self.cache.crop(kept[0] - tokens.shape[1])
+                self.columns += kept[0]
             self.positions = self.positions + number
         return tokens.gather(1, number[:, None] - 1)[:, 0]
 
@@ -355,7 +378,7 @@ class AssistedDecoding:
         elif self.processors:
             scores = logits.clone()
             agreed = torch.zeros_like(draft_ids, dtype=torch.bool)
-            places = list(range(len(logits)))
+            places = self._places()
             for position in range(size + 1):
                 prefixes = self._prefixes(draft_ids[:, :position])
                 scores[places, position] = self._process(
@@ -379,6 +402,8 @@ class AssistedDecoding:
     def _take(self, place: int, tokens: list[int], scores: torch.Tensor, logits: torch.Tensor, outputs: Any) -> int:
         """Commit tokens to a sequence up to where it ends. Returns how many."""
         b = self.running[place]
+        if b in self.lingering:
+            return 1  # the row of its last token
         sequence = self.sequences[b]
         tokens = tokens[: self.budget - len(sequence.tokens)]
         length = sequence.ids.shape[0]
@@ -405,13 +430,17 @@ class AssistedDecoding:
         if self.config.return_dict_in_generate and self.config.output_scores:
             scores = tuple(row.expand(self.batch_size, -1) for row in self.sequences[b].scores)
         answers = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
-        return any([bool(answer[b] if answer.ndim else answer) for answer in answers])
+        return any([bool(answer.flatten()[b if answer.numel() > 1 else 0]) for answer in answers])
 
     def _retire(self) -> None:
         """Take leave of the sequences that ended, and stream what no sequence can change any more."""
         if all(sequence.fired_at is not None for sequence in self.sequences):
             self.budget = min(self.budget, max(sequence.fired_at for sequence in self.sequences))
-        finished = [place for place, b in enumerate(self.running) if self._ended(b)]
+        ended = [place for place, b in enumerate(self.running) if self._ended(b)]
+        finished = ended
+        if self.keeps_cache and len(ended) < len(self.running):
+            finished = [place for place in ended if self.running[place] in self.lingering]
+            self.lingering.update(self.running[place] for place in ended)
         if finished and self.rows is not None:
             places = self.rows.retire(finished)
         elif finished:
@@ -468,15 +497,21 @@ class AssistedDecoding:
             sequence.hidden_states.append(tuple(layer[place, None, index] for layer in outputs.hidden_states))
         if self.config.output_attentions:
             later = logits.shape[1] - 1 - index
-            sequence.attentions.append(tuple(self._attention(layer, index, later) for layer in outputs.attentions))
+            layers = zip(outputs.attentions, self.cache.layers)
+            sequence.attentions.append(tuple(self._attention(weights, y, index, later) for weights, y in layers))
 
-    def _attention(self, weights: torch.Tensor, index: int, later: int) -> torch.Tensor:
-        # Without the columns of later drafts; a static cache shows all it has.
-        end = weights.shape[-1] - (0 if self.cache.is_compileable else later)
-        return weights[0, :, index : index + 1, :end]
+    def _attention(self, weights: torch.Tensor, layer: Any, index: int, later: int) -> torch.Tensor:
+        if self.cache.is_compileable:  # a static cache shows all it has
+            return weights[0, :, index : index + 1]
+        end = weights.shape[-1] - later  # without later drafts, and what had left the window by then
+        start = max(end - layer.sliding_window, 0) if layer.is_sliding else 0
+        return weights[0, :, index : index + 1, start:end]
+
+    def _steps(self) -> int:
+        return max(min(len(sequence.tokens), self.budget) for sequence in self.sequences)
 
     def _output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        steps = max(min(len(sequence.tokens), self.budget) for sequence in self.sequences)
+        steps = self._steps()
         new = [[self._token(b, step) for step in range(steps)] for b in range(self.batch_size)]
         ids = torch.cat([self.input_ids, torch.tensor(new, dtype=torch.long).to(self.device)], dim=1)
         if not self.config.return_dict_in_generate:

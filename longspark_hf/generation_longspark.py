@@ -4,6 +4,7 @@ Knows: the stock assisted-decoding loop of transformers and what it asks of a ca
 Does not know: what is computed in a draft (modeling_longspark) or how views are taken (tap_longspark).
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -235,9 +236,9 @@ class LongSparkAssistant:
             `ValueError`: before any token is generated, if drafter and target do not fit or the call asks for something
             that cannot be supported.
         """
-        call = check_call(target, input_ids, generation_config, logits_processor, kwargs)
-        target_cache, batch_size = call.target_cache, input_ids.shape[0]
         stock = needs_stock_loop(target, generation_config, kwargs)
+        call = check_call(target, input_ids, generation_config, logits_processor, kwargs, stock)
+        target_cache, batch_size = call.target_cache, input_ids.shape[0]
         if batch_size > 1:
             check_rows(target, target_cache)
             if stock:
@@ -361,6 +362,10 @@ def needs_stock_loop(
     return None
 
 
+# Of the three wrappers below: a newer copy of this file replaces those of an older one.
+SEAM_VERSION = 2
+
+
 def install() -> None:
     """
     Let `generate` ask an assistant model that knows how to assist. Done once per process, on import; repeated calls and
@@ -373,9 +378,12 @@ def install() -> None:
     """
     for name, wrap in _SEAM.items():
         original = getattr(GenerationMixin, name)
-        if not hasattr(original, "_longspark_seam"):
+        found = getattr(original, "_longspark_seam", None)
+        if found is not None and found < SEAM_VERSION:  # of an older copy
+            original, found = original.__wrapped__, None
+        if found is None:
             wrapper = functools.wraps(original)(wrap(original))  # `generate` reads the signature
-            wrapper._longspark_seam = True
+            wrapper._longspark_seam = SEAM_VERSION
             setattr(GenerationMixin, name, wrapper)
 
 
@@ -408,7 +416,13 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     ):
         assist = getattr(assistant_model, "assisted_decoding", None)
         if assist is not None:
-            return assist(original, self, input_ids, *args, **kwargs)
+            try:
+                return assist(original, self, input_ids, *args, **kwargs)
+            except BaseException:
+                if kwargs.get("streamer") is not None:
+                    with contextlib.suppress(Exception):
+                        kwargs["streamer"].end()  # or whoever reads from it in another thread waits for ever
+                raise
         return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
     return _assisted_decoding

@@ -111,6 +111,10 @@ class TargetRows:
         batch_size = next(layer.keys.shape[0] for layer in cache.layers if layer.is_initialized)
         self.ends = [self.length] * batch_size
         self.order = list(range(batch_size))
+        self.finished: dict[int, int] = {}  # columns of sequences that stepped aside
+        config = target.config.get_text_config(decoder=True)
+        self._attention_window = getattr(config, "sliding_window", None)
+        self._layer_types = getattr(config, "layer_types", None)
         self._columns: dict[tuple, torch.LongTensor] = {}
         self._padding: torch.Tensor | None = None
         if prompt_mask is not None and not bool(prompt_mask[:, : self.length].all()):
@@ -120,17 +124,27 @@ class TargetRows:
         self.cache.layers = [RaggedLayer(y, self) if y.is_initialized else y for y in self.cache.layers]
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
+        self._restore_order()
+        if error is not None:
+            # What all sequences have: a user who goes on from this cache passes the rest again.
+            self.length = min([*self.ends, *self.finished.values()])
         layers = [layer for layer in self.cache.layers if isinstance(layer, RaggedLayer)]
-        swaps, order = [], list(self.order)
-        for place in range(len(order)):
-            while order[place] != place:
-                other = order[place]
-                order[place], order[other] = order[other], order[place]
-                swaps.append((place, other))
-        for layer in layers:
-            layer.arrange(swaps)
+        lost = any(layer.first > max(self.length - (layer.window or 0) + 1, 0) for layer in layers)
         self.cache.layers = [y.release(self.length) if isinstance(y, RaggedLayer) else y for y in self.cache.layers]
+        if lost and error is not None:
+            self.cache.reset()
+
+    def _restore_order(self) -> None:
+        swaps = []
+        for place in range(len(self.order)):
+            while self.order[place] != place:
+                other = self.order[place]
+                self.order[place], self.order[other] = self.order[other], self.order[place]
+                swaps.append((place, other))
+        for layer in self.cache.layers:
+            if isinstance(layer, RaggedLayer):
+                layer.arrange(swaps)
 
     @property
     def longest(self) -> int:
@@ -159,14 +173,21 @@ class TargetRows:
         What the next `num_new` rows of every running sequence may see, in the form that the target's attention reads:
         `(running, 1, num_new, columns)`, by layer type where the target has more than one.
         """
-        windows = {layer.window for layer in self.cache.layers if isinstance(layer, RaggedLayer)}
-        masks = {window: self._mask(num_new, window) for window in windows}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {"full_attention" if window is None else "sliding_attention": mask for window, mask in masks.items()}
+        kinds: dict[str, tuple[int | None, int | None]] = {}
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, RaggedLayer):
+                # A cache made without the target's config holds all rows of layers that attend to a window only.
+                slides = layer.is_sliding or self._attention_window is not None
+                kind = (
+                    self._layer_types[index] if self._layer_types else ("full_attention", "sliding_attention")[slides]
+                )
+                window = None if kind == "full_attention" else layer.window or self._attention_window
+                kinds[kind] = (layer.window, window)
+        masks = {kind: self._mask(num_new, *windows) for kind, windows in kinds.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _mask(self, num_new: int, window: int | None) -> torch.Tensor:
-        start = self.visible_from(window)
+    def _mask(self, num_new: int, held: int | None, window: int | None) -> torch.Tensor:
+        start = self.visible_from(held)
         columns = torch.arange(start, self.longest + num_new, device=self.device)
         queries = self.new_columns(num_new, self.device)[:, :, None]
         seen = columns <= queries
@@ -200,6 +221,7 @@ class TargetRows:
         holes = [place for place in finished if place < left]
         movers = [place for place in range(left, len(self.ends)) if place not in finished]
         swaps = list(zip(holes, movers))
+        self.finished |= {self.order[place]: self.ends[place] for place in finished}
         before = list(range(len(self.ends)))
         for hole, mover in swaps:
             before[hole] = mover

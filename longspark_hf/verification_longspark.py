@@ -13,6 +13,7 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -77,9 +78,18 @@ class RowProcessor:
             return self.processor(prefixes[0][None].to(scores.device), scores)
         rows = []
         for prefix, place, row in zip(prefixes, places, scores):
+            if isinstance(self.processor, PrefixConstrainedLogitsProcessor):
+                rows.append(self._constrained(prefix.to(scores.device), place, row))
+                continue
             prefix = prefix.to(scores.device).expand(self.batch_size, -1)
             rows.append(self.processor(prefix, row.expand(self.batch_size, -1).clone())[place])
         return torch.stack(rows)
+
+    def _constrained(self, prefix: torch.LongTensor, place: int, scores: torch.Tensor) -> torch.Tensor:
+        # Its function knows sequences by their place, and may have nothing to say about another one's prefix.
+        allowed = self.processor._prefix_allowed_tokens_fn
+        one = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(place, ids), 1)
+        return one(prefix[None], scores[None].clone())[0]
 
 
 def agreement(

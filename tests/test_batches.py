@@ -3,7 +3,18 @@
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, StoppingCriteria, StoppingCriteriaList
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from .targets import (
@@ -170,7 +181,6 @@ class Counting(BaseStreamer):
 def rules(kind, token, length):
     """A stopping rule that fires at `token`, or after `length` tokens."""
     return {
-        "eos": {"eos_token_id": int(token)},
         "eos-list": {"eos_token_id": [95, int(token)]},
         "custom": {"stopping_criteria": StoppingCriteriaList([StopAt([int(token)])])},
         "custom-and-eos": {
@@ -179,12 +189,21 @@ def rules(kind, token, length):
         },
         "max-length": {"max_new_tokens": length},
         "max-time": {"max_time": 0.0, "eos_token_id": 95},
+        "stop-string": {"stop_strings": [f"t{int(token):03d}"], "tokenizer": words(), "eos_token_id": 95},
     }[kind]
 
 
+def words():
+    """A tokenizer of one word for each id."""
+    # transformers looks at how a tokenizer joins tokens to this word.
+    vocabulary = {"abcdef" if i == 95 else f"t{i:03d}": i for i in range(VOCAB_SIZE)}
+    model = WordLevel(vocabulary, unk_token="t000")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+
+
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("position", range(1, 10))
-@pytest.mark.parametrize("kind", ["eos", "eos-list", "custom", "custom-and-eos", "max-length", "max-time"])
+@pytest.mark.parametrize("position", range(1, 9))  # in the first block, and the first of the next
+@pytest.mark.parametrize("kind", ["eos-list", "custom", "custom-and-eos", "max-length", "stop-string"])
 def test_every_stopping_rule_fires_where_plain_generation_stops(qwen3, answers, kind, position, size):
     batch, prompts, truth = answers("qwen3", 4)
     batch = {name: value[:size] for name, value in batch.items()}
@@ -196,6 +215,14 @@ def test_every_stopping_rule_fires_where_plain_generation_stops(qwen3, answers, 
         flat = [token for put in streamer.tokens[1:] for token in torch.tensor(put).flatten().tolist()]
         results.append((output.sequences.tolist(), cache_of(output).get_seq_length(), flat, streamer.ended))
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_time_limit_is_looked_at_from_the_first_token_on(qwen3, answers, size):
+    batch, prompts, truth = answers("qwen3", 4)
+    batch = {name: value[:size] for name, value in batch.items()}
+    output = generate(qwen3, batch, make_drafter("oracle", qwen3, prompts, truth), **rules("max-time", 0, 0))
+    assert output.shape[1] == batch["input_ids"].shape[1] + 1
 
 
 def test_dict_output_has_the_shapes_of_plain_generation(qwen3, answers):
@@ -354,3 +381,123 @@ def test_eager_attention_takes_batches_too(answers):
     output = generate(target, batch, make_drafter("mixed", target, prompts, truth))
     assert torch.equal(output[:, -NEW:], torch.stack(truth))
     assert VOCAB_SIZE == target.config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+def test_a_batch_goes_on_after_some_sequences_ended(built, answers, name):
+    target = built(name)
+    batch, prompts, truth = answers(name, 4)
+    eos = int(truth[0][5])
+    more = torch.randint(2, 90, (4, 6), generator=torch.Generator().manual_seed(3))
+    results = []
+    for drafter in (None, make_drafter("mixed", target, prompts, truth)):
+        first = generate(target, batch, drafter, eos_token_id=eos, return_dict_in_generate=True)
+        new = first.sequences[:, batch["input_ids"].shape[1] :]
+        mask = torch.cat([batch["attention_mask"], (new != 0).long(), torch.ones_like(more)], dim=1)
+        again = {"input_ids": torch.cat([first.sequences, more], dim=1), "attention_mask": mask}
+        results.append(generate(target, again, drafter and random_drafter(target), **{CACHE: cache_of(first)}))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window-crossed"])
+def test_a_users_cache_that_knows_nothing_of_windows(built, answers, name):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    output = generate(target, batch, make_drafter("mixed", target, prompts, truth), **{CACHE: DynamicCache()})
+    assert torch.equal(output, generate(target, batch, **{CACHE: DynamicCache()}))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+def test_a_users_cache_is_good_after_an_error(built, answers, name, size):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    batch = {key: value[:size] for key, value in batch.items()}
+    said = torch.stack(truth[:size])[:, :15]
+    ids = torch.cat([batch["input_ids"], said], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(said)], dim=1)
+    for kind, after in (("mixed", 4), ("oracle", 9), ("random", 11)):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(RuntimeError, match="boom"):
+            drafter = make_drafter(kind, target, prompts, truth)
+            stop = StoppingCriteriaList([Boom(after * size, RuntimeError("boom"))])
+            generate(target, batch, drafter, stopping_criteria=stop, **{CACHE: cache})
+        output = generate(target, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=8, **{CACHE: cache})
+        assert torch.equal(output[:, ids.shape[1] :], torch.stack(truth[:size])[:, 15:23])
+
+
+def test_positions_on_several_axes_keep_their_distance(built, answers, monkeypatch):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, eos_token_id=None, pad_token_id=0)
+    target = Qwen2_5_VLForConditionalGeneration(config).eval()
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = None, 0
+    batch, prompts = make_batch(2)
+    text_positions = (batch["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+    batch["position_ids"] = torch.stack([text_positions, *[text_positions // 2] * 3])
+    plain = generate(target, batch)
+    assert torch.equal(generate(target, batch, random_drafter(target)), plain)
+
+
+def test_constraints_know_their_place_in_the_batch(qwen3):
+    batch, prompts = make_batch(3)
+    columns = batch["input_ids"].shape[1]
+    scripts = [[5, 9, 33, 17, 4], [8, 40, 4], [6, 7, 8, 9, 10, 4]]
+
+    def allowed(place, ids):
+        said = ids[columns:].tolist()
+        if said[-1:] == [4] or 0 in said:
+            return [0]
+        return [scripts[place][len(said)]] if said == scripts[place][: len(said)] else []
+
+    output = generate(qwen3, batch, random_drafter(qwen3), prefix_allowed_tokens_fn=allowed, eos_token_id=4)
+    for row, script in zip(output[:, columns:].tolist(), scripts):
+        assert row[: len(script)] == script and not any(row[len(script) :])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_odd_criteria_act_as_in_plain_generation(qwen3, answers, size):
+    batch, prompts, truth = answers("qwen3", 3)
+    batch = {name: value[:size] for name, value in batch.items()}
+    length = batch["input_ids"].shape[1]
+    for criterion in (lambda ids, scores, **_: torch.tensor([False]), MaxLengthCriteria(length - 1)):
+        options = {"stopping_criteria": StoppingCriteriaList([criterion])}
+        plain = generate(qwen3, batch, **options)
+        assert torch.equal(generate(qwen3, batch, make_drafter("mixed", qwen3, prompts, truth), **options), plain)
+
+
+def test_padded_embeddings_of_a_batch(qwen3, answers):
+    batch, prompts, truth = answers("qwen3", 3)
+    embeds = {
+        "inputs_embeds": qwen3.get_input_embeddings()(batch["input_ids"]).detach(),
+        "attention_mask": batch["attention_mask"],
+    }
+    output = generate(qwen3, embeds, make_drafter("mixed", qwen3, prompts, truth))
+    assert torch.equal(output, torch.stack(truth))
+
+
+def test_attentions_have_the_shapes_of_plain_generation():
+    target = build("gemma3")
+    target.set_attn_implementation("eager")
+    batch, prompts = make_batch(1)
+    options = {"output_attentions": True, "return_dict_in_generate": True}
+    plain, ours = (generate(target, batch, drafter, **options) for drafter in (None, random_drafter(target)))
+    for one, other in zip(plain.attentions, ours.attentions, strict=True):
+        assert [layer.shape for layer in one] == [layer.shape for layer in other]
+        for mine, theirs in zip(one, other):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

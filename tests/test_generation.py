@@ -369,12 +369,34 @@ def test_inputs_embeds_on_a_static_cache(qwen3, prompt):
         assert torch.equal(static, plain)
 
 
-def test_padded_inputs_embeds_are_refused_with_the_way_out(qwen3, prompt):
-    embeds = qwen3.get_input_embeddings()(prompt)
-    mask = (torch.arange(20) >= 4).long()[None]
-    with pytest.raises(ValueError, match="drop the padded"):
-        generate(qwen3, inputs_embeds=embeds, attention_mask=mask, drafter=random_drafter(qwen3))
+def test_padded_inputs_embeds(qwen3, prompt):
+    padded = {
+        "inputs_embeds": qwen3.get_input_embeddings()(prompt).detach(),
+        "attention_mask": (torch.arange(20) >= 4).long()[None],
+    }
+    plain = generate(qwen3, **padded)
+    assert torch.equal(generate(qwen3, drafter=random_drafter(qwen3), **padded), plain)
+    with pytest.raises(ValueError, match="drop the padded"):  # by the loop of transformers, which would cut the mask
+        generate(qwen3, drafter=random_drafter(qwen3), assistant_ensemble_weight=1.0, **padded)
     assert left_on(qwen3) == []
+
+
+@pytest.mark.parametrize("position", [1, 4, 8])
+@pytest.mark.parametrize("kind", ["random", "oracle", "mixed"])
+def test_the_loop_of_transformers_serves_what_ours_does_not(qwen3, prompt, kind, position):
+    truth = generate(qwen3, prompt)
+    drafter, token = make_drafter(kind, qwen3, truth), int(truth[0, prompt.shape[1] + position])
+    for rule in (
+        {},
+        {"eos_token_id": token},
+        {"stopping_criteria": StoppingCriteriaList([StopAfter([token])])},
+        {"repetition_penalty": 1.2},
+    ):
+        plain = generate(qwen3, prompt, return_dict_in_generate=True, **rule)
+        output = generate(qwen3, prompt, drafter, return_dict_in_generate=True, assistant_ensemble_weight=1.0, **rule)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
+    assert drafter.stats.rounds > 0 and left_on(qwen3) == []
 
 
 @pytest.mark.parametrize("num_assistant_tokens", [0, 1, 3, 7, 50])
@@ -854,11 +876,15 @@ def test_a_quantized_cache_is_refused_by_name_before_the_prefill(qwen3, prompt):
     assert cache.get_seq_length() == 0
 
 
-def test_outputs_that_the_loop_gets_wrong_are_refused(qwen3, prompt):
+def test_outputs_that_cannot_be_given_are_refused(qwen3, prompt):
     drafter = random_drafter(qwen3)
-    options = {"return_dict_in_generate": True, "output_hidden_states": True}
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        generate(qwen3, inputs_embeds=qwen3.get_input_embeddings()(prompt), drafter=drafter, **options)
+    embeds = qwen3.get_input_embeddings()(prompt).detach()
+    options = {"return_dict_in_generate": True, "output_hidden_states": True, "inputs_embeds": embeds}
+    plain, ours = generate(qwen3, **options), generate(qwen3, drafter=drafter, **options)
+    for one, other in zip(plain.hidden_states, ours.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="inputs_embeds"):  # the loop of transformers gives none for the prompt
+        generate(qwen3, drafter=drafter, assistant_ensemble_weight=1.0, **options)
     with pytest.raises(ValueError, match="eager"):
         generate(qwen3, prompt, drafter, return_dict_in_generate=True, output_attentions=True)
 
@@ -903,3 +929,16 @@ def test_a_drafter_needs_a_mask_token(qwen3):
         LongSparkConfig.from_target(qwen3.config)
     with pytest.raises(ValueError, match="mask_token_id"):
         LongSparkDrafter(LongSparkConfig())
+
+
+def test_a_newer_seam_takes_the_place_of_an_older_one(qwen3, prompt):
+    for name in ("_assisted_decoding", "_get_candidate_generator", "_validate_generation_mode"):
+        getattr(GenerationMixin, name)._longspark_seam = True  # as the first version marked it
+    install()
+    try:
+        method = GenerationMixin._assisted_decoding
+        assert method._longspark_seam > 1 and not hasattr(method.__wrapped__, "_longspark_seam")
+        assert torch.equal(generate(qwen3, prompt, random_drafter(qwen3)), generate(qwen3, prompt))
+    finally:
+        uninstall()
+        install()

@@ -447,6 +447,14 @@ BAD_RELEASED = {
     "unknown key": ({"gated_mixture": True}, "gated_mixture"),
     "another model": ({"model_type": "qwen3"}, "`qwen3` model"),
     "weights elsewhere": ({"model_type": "longspark", "transformers_weights": "../x.safetensors"}, "never followed"),
+    "hub kernel by another name": (
+        {"model_type": "longspark", "_attn_implementation": "someone/kernel"},
+        "someone/kernel",
+    ),
+    "hub kernel for a part": (
+        {"model_type": "longspark", "attn_implementation": {"": "someone/kernel"}},
+        "someone/kernel",
+    ),
     "hub kernel": ({"model_type": "longspark", "attn_implementation": "someone/kernel"}, "someone/kernel"),
 }
 

@@ -282,6 +282,17 @@ REFUSED = {
     "private key": (write("LICENSE", "-----BEGIN OPENSSH " + "PRIVATE KEY-----"), "LICENSE holds a private key"),
     "password": (write("NOTICE", "https://me:secret1@host/x"), "NOTICE holds a password in an address"),
     "local target": (spoil_config(target_name_or_path="/home/me/qwen"), "'/home/me/qwen', not the Hub id"),
+    "more foreign code": (
+        spoil_config(
+            auto_map={
+                "AutoConfig": "configuration_longspark.LongSparkConfig",
+                "AutoModel": "modeling_longspark.LongSparkDrafter",
+                "AutoModelForCausalLM": "evil/repo--evil.X",
+            }
+        ),
+        "`auto_map` in config.json has AutoModelForCausalLM = 'evil/repo",
+    ),
+    "foreign pipeline": (spoil_config(custom_pipelines={"x": {"impl": "evil/repo--evil.P"}}), "`custom_pipelines`"),
     "foreign code": (
         spoil_config(auto_map={"AutoConfig": "x--configuration_longspark.LongSparkConfig"}),
         "`auto_map` in config.json has AutoConfig = 'x--",

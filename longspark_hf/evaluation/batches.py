@@ -130,12 +130,45 @@ def measure(
     ]
 
 
+def measure_proposals(
+    target: PreTrainedModel, drafter: LongSparkDrafter, batch: dict[str, torch.Tensor], max_new_tokens: int, seeds: int
+) -> list[dict[str, Any]]:
+    """
+    How much is accepted when the target samples, by what the drafter proposes.
+
+    Args:
+        target, drafter, batch, max_new_tokens: As for [`measure`].
+        seeds (`int`): Times that the batch is sampled.
+
+    Returns:
+        `list[dict]`: a row for each temperature and proposal.
+    """
+    rows, own = [], drafter.config.proposal
+    try:
+        for temperature in (0.7, 1.0):
+            for proposal in ("sampled", "likeliest"):
+                drafter.config.proposal = proposal
+                rounds = tokens = 0
+                for seed in range(seeds):
+                    torch.manual_seed(seed)
+                    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+                    target.generate(**batch, assistant_model=drafter, max_new_tokens=max_new_tokens, **sampling)
+                    rounds, tokens = rounds + drafter.stats.rounds, tokens + drafter.stats.tokens
+                rows.append(
+                    {"temperature": temperature, "proposal": proposal, "tokens": tokens, "tau": tokens / rounds}
+                )
+    finally:
+        drafter.config.proposal = own
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", default="../shared/data/eval_gsm8k.jsonl", help="prompts, see `longspark bench`")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sampled", type=int, default=0, help="times to sample the last batch with every proposal")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
 
@@ -146,7 +179,7 @@ def main() -> None:
     task = load_tasks([options.task], tokenizer, max(options.batch_sizes))[0]
     prompts = [turns[0] for turns in task.conversations]
     messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    rows = []
+    rows, proposals = [], []
     for size in options.batch_sizes:
         batch = tokenizer.apply_chat_template(
             messages[:size],
@@ -160,6 +193,8 @@ def main() -> None:
             *(f"{r['batch_size']} {r['method']} {r['speedup']:.2f} {r['tau']}" for r in rows[-len(METHODS) :]),
             sep="\n",
         )
+        if options.sampled and size == options.batch_sizes[-1]:
+            proposals = measure_proposals(target, drafter, batch, options.max_new_tokens, options.sampled)
         result = {
             "kind": "batches",
             "target": SMOLLM2_HUB_ID,
@@ -167,6 +202,7 @@ def main() -> None:
             "max_new_tokens": options.max_new_tokens,
             "repeats": options.repeats,
             "rows": rows,
+            "proposals": proposals,
             "provenance": provenance(target.dtype),
         }
         write_result(options.output, result)

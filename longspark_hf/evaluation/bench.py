@@ -65,8 +65,8 @@ class BenchSettings:
             raise ValueError(f"--num-assistant-tokens must be at least 1, got {self.num_assistant_tokens}.")
         if self.concurrency != 1:
             raise ValueError(
-                f"--concurrency {self.concurrency}: a LongSpark drafter drafts for one sequence at a time, so only 1 can be "
-                "measured."
+                f"--concurrency {self.concurrency}: this benchmark asks one prompt at a time, so only 1 can be measured. For "
+                "batches run `python -m longspark_hf.evaluation.batches --help`."
             )
         object.__setattr__(self, "methods", tuple(m for m in METHODS if m == "plain" or m in self.methods))
         object.__setattr__(self, "temperatures", tuple(dict.fromkeys(map(float, self.temperatures))))

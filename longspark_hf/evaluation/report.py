@@ -129,7 +129,15 @@ def batches_table(results: list[dict[str, Any]]) -> str:
             rows.append(
                 of_size | {"methods": list(of_size), "batch_size": size, "max_new_tokens": result["max_new_tokens"]}
             )
-    return "\n\n".join([to_markdown_table(columns_table(BATCH_COLUMNS, rows)), *map(page.source_line, results)])
+    sampled = [
+        f"T = {row['temperature']:g} with {row['proposal']} proposals {row['tau']:.2f}"
+        for result in results
+        for row in result["proposals"]
+    ]
+    lines = [f"τ when sampling: {', '.join(sampled)}."] if sampled else []
+    return "\n\n".join(
+        [to_markdown_table(columns_table(BATCH_COLUMNS, rows)), *lines, *map(page.source_line, results)]
+    )
 
 
 def sections() -> dict[str, str]:

@@ -236,13 +236,16 @@ def _check_drafter(folder: Path, problems: list[str]) -> LongSparkConfig | None:
         problems.append(" ".join(str(error).split()).rstrip("."))
         return None
 
+    classes = (("AutoConfig", LongSparkConfig), ("AutoModel", LongSparkDrafter))
+    expected = {auto: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}" for auto, kind in classes}
     auto_map = fields.get("auto_map") or {}
-    for auto, name in (("AutoConfig", LongSparkConfig), ("AutoModel", LongSparkDrafter)):
-        expected = f"{name.__module__.rpartition('.')[2]}.{name.__name__}"
-        if auto_map.get(auto) != expected:
+    for auto in sorted({*expected, *auto_map}):
+        if auto_map.get(auto) != expected.get(auto):
             problems.append(
-                f"`auto_map` in config.json has {auto} = {auto_map.get(auto)!r}, not {expected!r}: {_SAVE_AGAIN}"
+                f"`auto_map` in config.json has {auto} = {auto_map.get(auto)!r}, not {expected.get(auto)!r}: {_SAVE_AGAIN}"
             )
+    if fields.get("custom_pipelines"):
+        problems.append("config.json names `custom_pipelines`, which a drafter has none of: remove them")
     differing = [name for name, path in MODULES.items() if not _same(folder / name, path)]
     if differing:
         problems.append(f"{', '.join(sorted(differing))} are not those of this version of longspark_hf: {_SAVE_AGAIN}")
