@@ -47,6 +47,7 @@ NEW = 24
 needs_static_rollback = pytest.mark.skipif(
     not StaticLayer.is_croppable, reason="static caches cannot be rolled back before transformers 5.24"
 )
+STOCK = 1 - 1e-9  # an `assistant_ensemble_weight` that changes nothing but the loop
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 
@@ -377,7 +378,7 @@ def test_padded_inputs_embeds(qwen3, prompt):
     plain = generate(qwen3, **padded)
     assert torch.equal(generate(qwen3, drafter=random_drafter(qwen3), **padded), plain)
     with pytest.raises(ValueError, match="drop the padded"):  # by the loop of transformers, which would cut the mask
-        generate(qwen3, drafter=random_drafter(qwen3), assistant_ensemble_weight=1.0, **padded)
+        generate(qwen3, drafter=random_drafter(qwen3), assistant_ensemble_weight=STOCK, **padded)
     assert left_on(qwen3) == []
 
 
@@ -393,7 +394,9 @@ def test_the_loop_of_transformers_serves_what_ours_does_not(qwen3, prompt, kind,
         {"repetition_penalty": 1.2},
     ):
         plain = generate(qwen3, prompt, return_dict_in_generate=True, **rule)
-        output = generate(qwen3, prompt, drafter, return_dict_in_generate=True, assistant_ensemble_weight=1.0, **rule)
+        output = generate(
+            qwen3, prompt, drafter, return_dict_in_generate=True, assistant_ensemble_weight=STOCK, **rule
+        )
         assert torch.equal(output.sequences, plain.sequences)
         assert cache_of(output).get_seq_length() == cache_of(plain).get_seq_length()
     assert drafter.stats.rounds > 0 and left_on(qwen3) == []
@@ -884,7 +887,7 @@ def test_outputs_that_cannot_be_given_are_refused(qwen3, prompt):
     for one, other in zip(plain.hidden_states, ours.hidden_states, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="inputs_embeds"):  # the loop of transformers gives none for the prompt
-        generate(qwen3, drafter=drafter, assistant_ensemble_weight=1.0, **options)
+        generate(qwen3, drafter=drafter, assistant_ensemble_weight=STOCK, **options)
     with pytest.raises(ValueError, match="eager"):
         generate(qwen3, prompt, drafter, return_dict_in_generate=True, output_attentions=True)
 
