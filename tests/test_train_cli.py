@@ -475,7 +475,8 @@ def test_a_checkpoint_is_as_large_as_was_promised(target_folder, data_file, tmp_
     target, tokenizer = load_target(str(target_folder))
     fields = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "report_to": [], "use_cpu": True}
     trainer = train(target, tokenizer, data_file, tmp_path, num_eval_prompts=0, eval_strategy="steps", **fields)
-    size = sum(file.stat().st_size for file in (tmp_path / "checkpoint-2").iterdir())
+    files = [file for file in (tmp_path / "checkpoint-2").iterdir() if file.suffix != ".py"]  # of any size the same
+    size = sum(file.stat().st_size for file in files)
     promised = run_bytes(trainer.model.num_parameters(), 2)
     assert promised["checkpoint"] <= size <= 1.1 * promised["checkpoint"] + 2**16
     assert (tmp_path / "best" / "config.json").exists()  # by the simulated τ, where none is generated
