@@ -9,7 +9,7 @@ import tempfile
 
 from longspark_hf import LongSparkDrafter
 from longspark_hf.evaluation.demo import SHIPPED_DRAFTER
-from longspark_hf.evaluation.targets import smollm2_path
+from longspark_hf.evaluation.targets import source_of
 
 
 # With a Hub id in place of the folder pass `revision="<commit>"` too, so that the code that runs is the code that you read.
@@ -17,9 +17,9 @@ USER = """
 import sys
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-folder, file, repository = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
+source, repository = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(source)
+target = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
 drafter = AutoModel.from_pretrained(repository, trust_remote_code=True, dtype="float32")
 
 inputs = tokenizer("The three primary colours are", return_tensors="pt")
@@ -32,5 +32,4 @@ print(f"{type(drafter).__name__} from {type(drafter).__module__}; longspark_hf i
 with tempfile.TemporaryDirectory() as repository:
     # `drafter.push_to_hub("you/your-drafter")` uploads the same files.
     LongSparkDrafter.from_pretrained(SHIPPED_DRAFTER).save_pretrained(repository)
-    target = smollm2_path()
-    subprocess.run([sys.executable, "-c", USER, str(target.parent), target.name, repository], check=True)
+    subprocess.run([sys.executable, "-c", USER, source_of("smollm2"), repository], check=True)

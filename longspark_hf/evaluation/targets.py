@@ -57,7 +57,7 @@ def load_target(
     Raises:
         `ValueError`: if nothing can be loaded under that name.
     """
-    source = _source(name)
+    source = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, config=config)
@@ -105,7 +105,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         `ValueError`: if there is none under that name.
     """
     try:
-        return AutoTokenizer.from_pretrained(_source(name))
+        return AutoTokenizer.from_pretrained(source_of(name))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"Cannot load the tokenizer of '{name}' ({_first_line(error)}).") from error
 
@@ -120,7 +120,7 @@ def load_target_config(name: str) -> PreTrainedConfig:
     Raises:
         `ValueError`: if no config can be loaded under that name.
     """
-    source = _source(name)
+    source = source_of(name)
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
@@ -138,7 +138,7 @@ def load_generation_config(name: str, config: PreTrainedConfig) -> GenerationCon
         config (`PreTrainedConfig`): Of the target, for one that ships no generation config.
     """
     try:
-        return GenerationConfig.from_pretrained(_source(name))
+        return GenerationConfig.from_pretrained(source_of(name))
     except OSError:
         return GenerationConfig.from_model_config(config)
 
@@ -250,7 +250,7 @@ def _display_name(name: str) -> str:
     return SMOLLM2_HUB_ID if name == SMOLLM2 else name
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """What `from_pretrained` can read: the name itself, but for the packaged SmolLM2 its converted folder."""
     path = smollm2_path() if name == SMOLLM2 else None
     return _display_name(name) if path is None else str(_converted(path))
