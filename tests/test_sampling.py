@@ -30,7 +30,7 @@ from longspark_hf.tap_longspark import TargetTap
 from longspark_hf.target_longspark import BorrowedTarget
 
 
-VOCAB, BLOCK, ROUNDS = 7, 3, 12_000
+VOCAB, BLOCK, ROUNDS = 7, 3, 20_000
 PROMPT = [1, 4, 2, 5]
 ANCHOR = 3
 FILTERS = {"none": {}, "top-k": {"top_k": 4}, "top-p": {"top_p": 0.8}, "both": {"top_k": 5, "top_p": 0.85}}
