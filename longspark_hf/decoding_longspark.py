@@ -21,7 +21,7 @@ from .schedule_longspark import DraftSchedule
 from .stats_longspark import LongSparkStats, PhaseClock
 from .tap_longspark import TargetTap, to_device
 from .target_longspark import BorrowedTarget
-from .verification_longspark import RowProcessor, agreement, own_tokens
+from .verification_longspark import NOT_FINITE, RowProcessor, agreement, own_tokens
 
 
 if TYPE_CHECKING:
@@ -336,10 +336,7 @@ class AssistedDecoding:
         self.accepted = [looked[place][0] for place in self._places()]
         if not all(row[1] for row in looked):
             self.drafting = False
-            logger.warning(
-                "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be "
-                "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
-            )
+            logger.warning(NOT_FINITE)
         if not prefill:
             self.clock.mark("verify")
         elif self.keeps_outputs:

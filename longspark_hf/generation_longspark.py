@@ -34,7 +34,7 @@ from .stats_longspark import LongSparkStats
 from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
 from .target_longspark import BorrowedTarget, check_fit
-from .verification_longspark import UNDEMANDING_PROCESSORS
+from .verification_longspark import NOT_FINITE, UNDEMANDING_PROCESSORS
 
 
 if TYPE_CHECKING:
@@ -156,10 +156,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         finite, *possible = torch.cat([draft.finite[:, None], draft.possible], dim=1)[0].tolist()
         if not finite:
             self._drafting = False
-            logger.warning(
-                "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be "
-                "damaged, or its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
-            )
+            logger.warning(NOT_FINITE)
             return input_ids, None
         num_tokens = possible.index(False) if False in possible else len(possible)
         candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
@@ -256,7 +253,15 @@ class LongSparkAssistant:
             with TargetTap(borrowed, self.config, target_cache, state, kwargs.get("attention_mask")) as tap:
                 if stock:
                     stats, output = self._stock_decoding(
-                        loop, target, input_ids, tap, generation_config, logits_processor, stopping_criteria, **kwargs
+                        loop,
+                        target,
+                        input_ids,
+                        borrowed,
+                        tap,
+                        generation_config,
+                        logits_processor,
+                        stopping_criteria,
+                        **kwargs,
                     )
                 else:
                     streamer = kwargs.pop("streamer", None)
@@ -287,6 +292,7 @@ class LongSparkAssistant:
         loop: Callable[..., Any],
         target: PreTrainedModel,
         input_ids: torch.LongTensor,
+        borrowed: BorrowedTarget,
         tap: TargetTap,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
@@ -295,7 +301,6 @@ class LongSparkAssistant:
     ) -> tuple[LongSparkStats, Any]:
         with_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         rules = StoppingRules(stopping_criteria, generation_config, input_ids.shape[1], with_scores)
-        borrowed = BorrowedTarget.of(target, self.config)
         generator = LongSparkCandidateGenerator(self, borrowed, tap, generation_config, logits_processor, rules)
         output = loop(
             target,

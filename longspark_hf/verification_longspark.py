@@ -23,28 +23,27 @@ from transformers import (
 )
 
 
-# Processors of transformers that do not look at the prefix: all positions and sequences pass through them at once.
-BLIND_PROCESSORS = (
+# Processors of transformers that neither look at the prefix nor mind any scores.
+_PLAIN_FILTERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     SuppressTokensLogitsProcessor,
 )
+# Those that do not look at the prefix: all positions and sequences pass through them at once.
+BLIND_PROCESSORS = (*_PLAIN_FILTERS, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 # Those that take any prefix and any scores. All others are only shown prefixes that can be.
 UNDEMANDING_PROCESSORS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
+    *_PLAIN_FILTERS,
     RepetitionPenaltyLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    SuppressTokensLogitsProcessor,
+)
+NOT_FINITE = (
+    "The drafter's logits are not finite; the rest of this generation runs without drafts. Its weights may be damaged, or "
+    "its dtype too narrow: try `dtype=torch.bfloat16` or `torch.float32`."
 )
 
 
