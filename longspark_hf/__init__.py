@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModel
 from .cache_longspark import LongSparkCache
 from .configuration_longspark import LongSparkConfig
 from .generation_longspark import LongSparkStats, install, uninstall
+from .inplace_longspark import InPlaceCache
 from .modeling_longspark import LongSparkDrafter
 
 
@@ -16,4 +17,12 @@ __version__ = "0.1.0"
 AutoConfig.register(LongSparkConfig.model_type, LongSparkConfig, exist_ok=True)
 AutoModel.register(LongSparkConfig, LongSparkDrafter, exist_ok=True)
 
-__all__ = ["LongSparkCache", "LongSparkConfig", "LongSparkDrafter", "LongSparkStats", "install", "uninstall"]
+__all__ = [
+    "InPlaceCache",
+    "LongSparkCache",
+    "LongSparkConfig",
+    "LongSparkDrafter",
+    "LongSparkStats",
+    "install",
+    "uninstall",
+]

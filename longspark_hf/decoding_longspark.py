@@ -16,6 +16,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .outputs_longspark import CallOutputs
 from .rows_longspark import TargetRows
 from .schedule_longspark import DraftSchedule
 from .stats_longspark import LongSparkStats, PhaseClock
@@ -44,10 +45,6 @@ class Sequence:
 
     def __init__(self, prompt: torch.LongTensor):
         self.ids, self.tokens = prompt, []
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
-        self.hidden_states: list[tuple[torch.Tensor, ...]] = []
-        self.attentions: list[tuple[torch.Tensor, ...]] = []
         self.fired_at: int | None = None  # tokens it had when a stopping rule fired
 
 
@@ -96,12 +93,12 @@ class AssistedDecoding:
         self._read_criteria(stopping_criteria)
         self.needs_ids = bool(self.criteria) or not self.blind
         self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
-        self.keeps_outputs = generation_config.return_dict_in_generate
+        self.outputs = CallOutputs(generation_config, model_kwargs, self.cache, self.batch_size)
         pad = generation_config._pad_token_tensor
         self.pad = None if pad is None else int(pad)
         # Sequences that ended, in one more round: plain `generate` leaves the rows of their last tokens in the cache.
         self.lingering: set[int] = set()
-        self.keeps_cache = self.keeps_outputs or getattr(self.cache, "_is_user_defined", False)
+        self.keeps_cache = generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
         self.rows: TargetRows | None = None
         self.columns = int(self.cache.get_seq_length())  # committed, of a single sequence
         self.schedule = DraftSchedule(drafter.config.block_size, generation_config.num_assistant_tokens)
@@ -111,6 +108,7 @@ class AssistedDecoding:
         self.clock = PhaseClock(self.device)
         self.drafting = True
         self.streamed = 0
+        self.samples_drafts = generation_config.do_sample and drafter.config.proposal == "sampled"
 
     def _read_criteria(self, stopping_criteria: StoppingCriteriaList) -> None:
         eos = getattr(self.config, "_eos_token_tensor", None)
@@ -256,7 +254,7 @@ class AssistedDecoding:
             self.tap.state,
             self.borrowed,
             num_tokens=num_tokens,
-            do_sample=self.config.do_sample and self.drafter.config.proposal == "sampled",
+            do_sample=self.samples_drafts,
             logits_processor=[functools.partial(self._process_draft, processor) for processor in self.processors],
             input_ids=self.anchors[:, None] if self.processors else None,
             ends_before=self._is_eos if self.demanding else None,
@@ -339,8 +337,8 @@ class AssistedDecoding:
             logger.warning(NOT_FINITE)
         if not prefill:
             self.clock.mark("verify")
-        elif self.keeps_outputs:
-            self.prompt_hidden_states, self.prompt_attentions = outputs.get("hidden_states"), outputs.get("attentions")
+        else:
+            self.outputs.take_prompt(outputs)
         kept = [self._take(place, row[2 : 3 + row[0]], scores, logits, outputs) for place, row in enumerate(looked)]
         number = to_device(kept, self.device)
         if not prefill:
@@ -360,7 +358,7 @@ class AssistedDecoding:
     def _proposal(self, draft: Any) -> torch.Tensor:
         """Logits of the distribution that the draft came from; a point mass where the most likely token was taken."""
         logits = draft.logits.to(self.device)
-        if self.drafter.config.proposal == "sampled":
+        if self.samples_drafts:
             return logits
         return torch.full_like(logits, -torch.inf).scatter(-1, draft.token_ids.to(self.device)[..., None], 0.0)
 
@@ -408,8 +406,7 @@ class AssistedDecoding:
             sequence.ids = torch.cat([sequence.ids, to_device(tokens, self.device)])
         for index, token in enumerate(tokens):
             sequence.tokens.append(token)
-            if self.keeps_outputs:
-                self._note_outputs(sequence, place, index, scores, logits, outputs)
+            self.outputs.take_token(b, place, index, scores, logits, outputs)
             fires = self._fires(b, sequence.ids[: length + index + 1])
             if (fires or token in self.eos) and sequence.fired_at is None:
                 sequence.fired_at = len(sequence.tokens)
@@ -423,9 +420,7 @@ class AssistedDecoding:
         """Whether a criterion stops sequence `b` at these ids. All are asked, as each must see every token."""
         if not self.criteria:
             return False
-        ids, scores = ids.expand(self.batch_size, -1), None
-        if self.config.return_dict_in_generate and self.config.output_scores:
-            scores = tuple(row.expand(self.batch_size, -1) for row in self.sequences[b].scores)
+        ids, scores = ids.expand(self.batch_size, -1), self.outputs.scores(b, self.batch_size)
         answers = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
         return any([bool(answer.flatten()[b if answer.numel() > 1 else 0]) for answer in answers])
 
@@ -483,27 +478,6 @@ class AssistedDecoding:
             return tokens[step]
         return self.pad if self._ended(b) else None
 
-    def _note_outputs(
-        self, sequence: Sequence, place: int, index: int, scores: torch.Tensor, logits: torch.Tensor, outputs: Any
-    ) -> None:
-        if self.config.output_scores:
-            sequence.scores.append(scores[place, index])
-        if self.config.output_logits:
-            sequence.logits.append(logits[place, index])
-        if self.config.output_hidden_states:
-            sequence.hidden_states.append(tuple(layer[place, None, index] for layer in outputs.hidden_states))
-        if self.config.output_attentions:
-            later = logits.shape[1] - 1 - index
-            layers = zip(outputs.attentions, self.cache.layers)
-            sequence.attentions.append(tuple(self._attention(weights, y, index, later) for weights, y in layers))
-
-    def _attention(self, weights: torch.Tensor, layer: Any, index: int, later: int) -> torch.Tensor:
-        if self.cache.is_compileable:  # a static cache shows all it has
-            return weights[0, :, index : index + 1]
-        end = weights.shape[-1] - later  # without later drafts, and what had left the window by then
-        start = max(end - layer.sliding_window, 0) if layer.is_sliding else 0
-        return weights[0, :, index : index + 1, start:end]
-
     def _steps(self) -> int:
         return max(min(len(sequence.tokens), self.budget) for sequence in self.sequences)
 
@@ -511,27 +485,4 @@ class AssistedDecoding:
         steps = self._steps()
         new = [[self._token(b, step) for step in range(steps)] for b in range(self.batch_size)]
         ids = torch.cat([self.input_ids, torch.tensor(new, dtype=torch.long).to(self.device)], dim=1)
-        if not self.config.return_dict_in_generate:
-            return ids
-        found: dict[str, Any] = {"sequences": ids, cache_argument(self.model_kwargs): self.cache}
-        for name in ("scores", "logits"):
-            if getattr(self.config, f"output_{name}"):
-                found[name] = tuple(self._at_step(name, step) for step in range(steps))
-        for name in ("hidden_states", "attentions"):
-            if getattr(self.config, f"output_{name}"):
-                layers = range(len(getattr(self, f"prompt_{name}")))
-                later = (tuple(self._at_step(name, s, i) for i in layers) for s in range(1, steps))
-                found[name] = (getattr(self, f"prompt_{name}"), *later)
-        return GenerateDecoderOnlyOutput(**found)
-
-    def _at_step(self, name: str, step: int, layer: int | None = None) -> torch.Tensor:
-        """One output of all sequences at a step; zeros for those that ended before."""
-        rows = [getattr(sequence, name) for sequence in self.sequences]
-        rows = [(row[step] if layer is None else row[step][layer]) if step < len(row) else None for row in rows]
-        some = next(row for row in rows if row is not None)
-        return torch.stack([torch.zeros_like(some) if row is None else row for row in rows])
-
-
-def cache_argument(model_kwargs: dict[str, Any]) -> str:
-    """Name of the target's cache among the arguments of a call: another one before transformers 5.24."""
-    return "cache" if model_kwargs.get("cache") is not None else "past_key_values"
+        return self.outputs.assemble(ids, steps)

@@ -24,10 +24,12 @@ from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
+from .attention_longspark import grouped_attention
 from .cache_longspark import LongSparkCache
 from .checks_longspark import Call, check_call
 from .configuration_longspark import tokenizer_fingerprint
 from .decoding_longspark import AssistedDecoding
+from .inplace_longspark import appending_in_place
 from .rows_longspark import check_rows
 from .schedule_longspark import DraftSchedule
 from .stats_longspark import LongSparkStats
@@ -78,6 +80,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         self._rows = 0  # of the target's cache, padding included
         self._clock = 0.0
         self._drafting = True
+        self._samples = generation_config.do_sample and drafter.config.proposal == "sampled"
         self._demanding = any(type(p) not in UNDEMANDING_PROCESSORS for p in logits_processor)
 
     def get_candidate_generator(self, **_: Any) -> "LongSparkCandidateGenerator":
@@ -147,7 +150,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             state,
             self.borrowed,
             num_tokens=num_tokens,
-            do_sample=config.do_sample and self.drafter.config.proposal == "sampled",
+            do_sample=self._samples,
             logits_processor=self.logits_processor,
             input_ids=input_ids,
             ends_before=ends_before,
@@ -161,8 +164,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         num_tokens = possible.index(False) if False in possible else len(possible)
         candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
         # Without logits the loop compares with its own samples, which is right for the likeliest tokens.
-        sampled = config.do_sample and self.drafter.config.proposal == "sampled"
-        with_logits = num_tokens > 0 and (sampled or config.assistant_ensemble_weight is not None)
+        with_logits = num_tokens > 0 and (self._samples or config.assistant_ensemble_weight is not None)
         return candidates, draft.logits[:, :num_tokens] if with_logits else None
 
     def _ends_before(self) -> Callable[[torch.LongTensor], bool]:
@@ -250,7 +252,12 @@ class LongSparkAssistant:
         # A loop switches the recording of past rows on and leaves it on, in a cache that may be the user's.
         recording = [(layer, layer.record_past) for layer in target_cache.layers if hasattr(layer, "record_past")]
         try:
-            with TargetTap(borrowed, self.config, target_cache, state, kwargs.get("attention_mask")) as tap:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(grouped_attention(target))
+                if batch_size == 1:  # those of a batch are entered behind its prefill, see TargetRows
+                    stack.enter_context(appending_in_place(target_cache))
+                tap = TargetTap(borrowed, self.config, target_cache, state, kwargs.get("attention_mask"))
+                stack.enter_context(tap)
                 if stock:
                     stats, output = self._stock_decoding(
                         loop,

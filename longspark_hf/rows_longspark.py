@@ -13,9 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-
-# Spare columns of a buffer: one in so many of those it holds, and at least so many.
-SPARE_ONE_IN, SPARE_COLUMNS = 16, 32
+from .attention_longspark import GROUPED
+from .inplace_longspark import InPlaceLayer, with_spare
 
 
 class RaggedLayer(DynamicLayer):
@@ -36,7 +35,10 @@ class RaggedLayer(DynamicLayer):
         self.is_sliding, self.is_initialized, self.device = layer.is_sliding, True, layer.keys.device
         self.keys, self.values = layer.keys, layer.values
         self.first = rows.longest - layer.keys.shape[2]
-        layer.keys = layer.values = None  # or both would be held while the buffers grow
+        # Or its rows would be held too while the buffers grow.
+        layer.keys = layer.values = None
+        if isinstance(layer, InPlaceLayer):
+            layer.forget_buffers()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
         """Write the new rows of all running sequences; returns the columns that one of them may see."""
@@ -54,7 +56,7 @@ class RaggedLayer(DynamicLayer):
         return self.keys[:running, :, seen], self.values[:running, :, seen]
 
     def _grow(self, start: int, end: int) -> None:
-        size = end - start + max((end - start) // SPARE_ONE_IN, SPARE_COLUMNS)
+        size = with_spare(end - start)
         for name in ("keys", "values"):
             old = getattr(self, name)[:, :, start - self.first :]
             new = old.new_zeros((*old.shape[:2], size, old.shape[3]))
@@ -236,14 +238,15 @@ class TargetRows:
 
 def check_rows(target: PreTrainedModel, cache: Cache) -> None:
     """Raise `ValueError` if sequences of a batch cannot progress at their own pace in this cache."""
-    unfit = {type(y).__name__ for y in cache.layers if type(y) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    fit = (DynamicLayer, InPlaceLayer, DynamicSlidingWindowLayer)
+    unfit = {type(layer).__name__ for layer in cache.layers if type(layer) not in fit}
     if unfit or getattr(cache, "offloading", False):
         raise ValueError(
             f"A batch with `assistant_model` needs a `DynamicCache`, the default, for the target; got "
             f"{', '.join(sorted(unfit)) or 'an offloaded cache'}. Pass one sequence at a time, or no cache."
         )
     config = target.config.get_text_config(decoder=True)
-    if config._attn_implementation not in ("sdpa", "eager"):
+    if config._attn_implementation not in ("sdpa", "eager", GROUPED):
         raise ValueError(
             f"A batch with `assistant_model` needs a target with `attn_implementation` 'sdpa' or 'eager', got "
             f"'{config._attn_implementation}': its sequences progress at their own pace, which takes a mask of its own. Call "

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
+from longspark_hf.attention_longspark import GROUPED
 from longspark_hf.modeling_longspark import LongSparkDraft
 
 
@@ -177,8 +178,12 @@ def scripted_drafter(target, script: torch.Tensor | list, wrong_at: list[int] | 
 
 
 def left_on(target) -> list[str]:
-    """What of ours is still on a target: hooks, or attributes shadowing methods. (transformers keeps hooks of its own.)"""
-    left = []
+    """
+    What of ours is still on a target: hooks, attributes shadowing methods, the attention of a verification pass.
+    (transformers keeps hooks of its own.)
+    """
+    attention = target.config.get_text_config(decoder=True)._attn_implementation
+    left = [attention] if attention == GROUPED else []
     for name, module in target.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         left += [name for hook in hooks if getattr(hook, "__module__", "").startswith("longspark_hf")]
