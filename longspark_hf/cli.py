@@ -390,6 +390,33 @@ def sweep(
 
 
 @app.command()
+def profile(
+    target: TargetOption = "smollm2",
+    drafter: DrafterOption = None,
+    contexts: Annotated[str, typer.Option(help="Prompt lengths by commas.")] = "1024,6144",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each prompt, in turn.")] = 2,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    output: Annotated[Path | None, typer.Option(help="Result file to write.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """
+    Take a round apart: where its milliseconds go.
+
+    Answers prompts with the drafter and times the parts of every round, beside what this machine needs for them at least.
+    """
+    from longspark_hf.evaluation.profile import ProfileSettings, run
+    from longspark_hf.evaluation.profile_rows import print_profile
+
+    with _bad_input_exits():
+        settings = ProfileSettings(tuple(_numbers("--contexts", contexts, int)), max_new_tokens, repeats, temperature)
+        result = run(target, drafter, settings, device, dtype, output, console.teller("profile"))
+    console.show(result, as_json, print_profile)
+
+
+@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Result files of bench, sweep and ablations.")],
     output: Annotated[

@@ -10,13 +10,14 @@ from typing import Any
 
 import longspark_hf
 
-from . import findings, page, plots
+from . import findings, page, plots, profile_rows
 from .tables import Column, Table, columns_table, to_markdown_table
 
 
 ROOT = Path(longspark_hf.__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
 SWEEP = "sweep_smollm2"
+PROFILE = "profile_smollm2"
 BATCHES = ("batches_smollm2", "batches_smollm2_long")
 BENCHES = ("bench_smollm2", "bench_smollm2_long")
 BEGIN, END = "<!-- begin: {name} (made by longspark_hf.evaluation.report) -->", "<!-- end: {name} -->"
@@ -155,6 +156,8 @@ def sections() -> dict[str, str]:
     batches = [load(name) for name in BATCHES if (RESULTS / f"{name}.json").is_file()]
     if batches:
         found["batches"] = batches_table(batches)
+    if (RESULTS / f"{PROFILE}.json").is_file():
+        found["profile"] = profile_rows.markdown(load(PROFILE))
     return found
 
 
