@@ -283,9 +283,7 @@ def bench(
     max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Of an answer. Default: the task's.")] = None,
     temperatures: Annotated[str, typer.Option(help="By commas; 0 is greedy.")] = "0",
     repeats: Annotated[int, typer.Option(min=1, help="Of every prompt and method.")] = 3,
-    methods: Annotated[
-        str, typer.Option(help="By commas; plain is always among them.")
-    ] = "plain,prompt_lookup,longspark,dflash,zero_acceptance",
+    methods: Annotated[str | None, typer.Option(help="By commas, with or without plain. Default: all.")] = None,
     num_assistant_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens drafted a round.")] = None,
     rope_theta: Annotated[float | None, typer.Option(help="Another rotary base, for both models.")] = None,
     ntk_alpha: Annotated[float | None, typer.Option(help="Or the factor by which the context grows.")] = None,
@@ -303,13 +301,14 @@ def bench(
     All methods answer the same prompts in one process, turn about; the baseline is plain `generate`. Stopped, it shows
     what is done, and with --output the same command goes on from there.
     """
+    from longspark_hf.evaluation.answering import METHODS
     from longspark_hf.evaluation.bench import BenchSettings, make_bench
     from longspark_hf.evaluation.bench_rows import markdown, warning
 
     progress = console.teller("bench")
     with _bad_input_exits():
         settings = BenchSettings(
-            methods=tuple(methods.split(",")),
+            methods=tuple(methods.split(",")) if methods else METHODS,
             temperatures=tuple(_numbers("--temperatures", temperatures, float)),
             repeats=repeats,
             seed=seed,
@@ -408,12 +407,11 @@ def profile(
     Answers prompts with the drafter and times the parts of every round, beside what this machine needs for them at least.
     """
     from longspark_hf.evaluation.profile import ProfileSettings, run
-    from longspark_hf.evaluation.profile_rows import print_profile
 
     with _bad_input_exits():
         settings = ProfileSettings(tuple(_numbers("--contexts", contexts, int)), max_new_tokens, repeats, temperature)
         result = run(target, drafter, settings, device, dtype, output, console.teller("profile"))
-    console.show(result, as_json, print_profile)
+    console.show(result, as_json, console.print_profile)
 
 
 @app.command()

@@ -224,6 +224,18 @@ def print_bench(result: dict[str, Any]) -> None:
         console.print(f"[dim]{line}[/dim]")
 
 
+def print_profile(result: dict[str, Any]) -> None:
+    """The budget of a round at each context, and what it says."""
+    from longspark_hf.evaluation.profile_rows import COLUMNS, LEGEND, describe, part_rows, remark, title
+
+    console = _stdout()
+    for row in result["rows"]:
+        console.print(_columns_table(COLUMNS, part_rows(row), title=title(row)))
+        console.print(remark(row))
+    for line in (LEGEND, describe(result)):
+        console.print(f"[dim]{line}[/dim]")
+
+
 def print_sweep(result: dict[str, Any], output: Path) -> None:
     """A sweep's rows, and what they say beside the paper."""
     from longspark_hf.evaluation.findings import COLUMNS, LEGEND, describe, finding_lines

@@ -16,7 +16,7 @@ from longspark_hf.evaluation.methods import (
     COMMITTED_ROWS,
     DFLASH_BLOCK_SIZE,
     METHODS,
-    HeldLayer,
+    HeldInPlaceLayer,
     dflash_drafter,
     held_caches,
     make_drafters,
@@ -132,8 +132,9 @@ def test_synthetic_dflash_caches_stand_as_after_real_rounds(sliding, target):
     assert (held - new, now - new) == (real - committed, seen - committed)
 
 
-def test_verification_leaves_the_synthetic_rows_alone(target):
-    caches = held_caches(target, [16, 64])
+@pytest.mark.parametrize("kind", ["stock", "in_place"])
+def test_verification_leaves_the_synthetic_rows_alone(target, kind):
+    caches = {context: held_caches(target, [16, 64])[kind, context] for context in (16, 64)}
     ids = torch.tensor([[5, 6, 7]])
     before = caches[64].layers[0].keys.clone()
     name = cache_argument(target)
@@ -146,15 +147,23 @@ def test_verification_leaves_the_synthetic_rows_alone(target):
 
 
 def test_a_timed_verification_attends_over_the_rows_of_its_context(shape, monkeypatch):
-    contexts, seen, update = [40, 120], [], HeldLayer.update
+    contexts, seen, update = [40, 120], [], HeldInPlaceLayer.update
     settings = sweep.Sweep(contexts, str(shape), methods=["longspark"], device="cpu")
     measurement = sweep.Measurement(settings)
     monkeypatch.setattr(
-        HeldLayer, "update", lambda self, *a, **k: seen.append(len(self.keys[0, 0])) or update(self, *a, **k)
+        HeldInPlaceLayer, "update", lambda self, *a, **k: seen.append(len(self.keys[0, 0])) or update(self, *a, **k)
     )
     for context in contexts:
-        measurement._verify(context, 5)
+        measurement._verify("in_place", context, 5)
     assert seen == [40] * 3 + [120] * 3
+
+
+def test_stock_and_in_place_verification_compute_the_same(target):
+    caches = held_caches(target, [40])
+    name, ids = cache_argument(target), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        stock, ours = (target(ids, **{name: caches[kind, 40]}).logits for kind in ("stock", "in_place"))
+    assert torch.equal(stock, ours)
 
 
 def test_result_has_a_row_for_each_method_and_context(shape, tmp_path):

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from longspark_hf import LongSparkDrafter
+from longspark_hf import InPlaceCache, LongSparkDrafter
 from longspark_hf.compat import cache_argument
 from longspark_hf.modeling_longspark import LongSparkDraft
 
@@ -27,7 +27,10 @@ from .demo import PutTimer
 from .tasks import first_ids, next_ids
 
 
-METHODS = ("plain", "prompt_lookup", "longspark", "dflash", "zero_acceptance")
+METHODS = ("plain", "plain_in_place", "prompt_lookup", "longspark", "longspark_auto", "dflash", "zero_acceptance")
+# Without a draft: `generate` as it is, and with the cache that LongSpark gives its target.
+UNASSISTED = ("plain", "plain_in_place")
+OURS = ("longspark", "longspark_auto", "zero_acceptance")
 PROMPT_LOOKUP_TOKENS = 10
 # Their warm cache would be prefilled a second time by the assisted loop of transformers, which changes the output.
 WITHOUT_WARM_CACHE = ("prompt_lookup", "dflash")
@@ -197,7 +200,10 @@ class Answerer:
         self._reset_peak()
         answer, ids = Answer(), []
         warm = len(turns) > 1 and method not in WITHOUT_WARM_CACHE
-        cache = {cache_argument(self.target): DynamicCache(config=self.target.config)} if warm else {}
+        cache = {}
+        if warm or method == "plain_in_place":
+            kind = InPlaceCache if method == "plain_in_place" else DynamicCache
+            cache = {cache_argument(self.target): kind(config=self.target.config)}
         for turn in turns:
             prompt = next_ids(self.tokenizer, ids, turn) if ids else first_ids(self.tokenizer, turn)
             answer.prompt_tokens += len(prompt) - len(ids)
@@ -221,7 +227,7 @@ class Answerer:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         timer, clock = PutTimer(), RoundClock(self.target)
         rejecting = never_accepted(self.drafter) if method == "zero_acceptance" else nullcontext()
-        with rejecting, nullcontext() if method == "plain" else clock:
+        with rejecting, nullcontext() if method in UNASSISTED else clock:
             self._synchronize()
             start = time.perf_counter()
             output = self.target.generate(
@@ -242,8 +248,7 @@ class Answerer:
         answer.decode_tokens += sum(timer.sizes[2:])
         for committed in timer.sizes[2:]:
             answer.count_round(committed)
-        drafts = method in ("longspark", "zero_acceptance")
-        answer.draft_seconds += self.drafter.stats.draft_seconds if drafts else clock.seconds("draft")
+        answer.draft_seconds += self.drafter.stats.draft_seconds if method in OURS else clock.seconds("draft")
         answer.verify_seconds += clock.seconds("verify")
         answer.state_bytes = self._state_bytes(method, clock.generator)
         return output[0, len(prompt) :].tolist()
@@ -252,8 +257,10 @@ class Answerer:
         cap = {} if self.num_assistant_tokens is None else {"num_assistant_tokens": self.num_assistant_tokens}
         calls: dict[str, dict[str, Any]] = {
             "plain": {},
+            "plain_in_place": {},
             "prompt_lookup": {"prompt_lookup_num_tokens": self.num_assistant_tokens or PROMPT_LOOKUP_TOKENS},
             "longspark": {"assistant_model": self.drafter, **cap},
+            "longspark_auto": {"assistant_model": self.drafter, "num_assistant_tokens": "auto"},
             "zero_acceptance": {"assistant_model": self.drafter, **cap},
             "dflash": {"assistant_model": self.dflash, "speculation_type": "dflash"},
         }
@@ -263,7 +270,7 @@ class Answerer:
         if method == "dflash":
             layers = generator.cache.layers
             return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
-        if method == "plain":
+        if method in UNASSISTED:
             return None
         return 0 if method == "prompt_lookup" else self.drafter.stats.state_bytes
 

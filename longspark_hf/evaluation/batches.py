@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from longspark_hf import LongSparkDrafter
+from longspark_hf import InPlaceCache, LongSparkDrafter
+from longspark_hf.compat import cache_argument
 from longspark_hf.modeling_longspark import LongSparkDraft
 
-from .answering import never_accepted
+from .answering import UNASSISTED, never_accepted
 from .demo import build_drafter
 from .provenance import provenance, write_result
 from .targets import SMOLLM2_HUB_ID, load_target
 from .tasks import load_tasks
 
 
-# What a batch is generated with, and its `num_assistant_tokens`. The second is our loop and cache without any draft.
+# What a batch is generated with, and its `num_assistant_tokens`. The second is plain `generate` with the cache that ours has,
+# the third our loop and cache without any draft.
 METHODS = {
     "plain": None,
+    "plain_in_place": None,
     "no_drafts": 0,
     "longspark": None,
     "longspark_auto": "auto",
@@ -98,10 +101,12 @@ def measure(
             elif name == "zero_acceptance_auto":
                 context = never_accepted(drafter)
             with context:
+                cache = {cache_argument(target): InPlaceCache(target.config)} if name == "plain_in_place" else {}
                 start = time.perf_counter()
                 output = target.generate(
                     **batch,
-                    assistant_model=None if name == "plain" else drafter,
+                    **cache,
+                    assistant_model=None if name in UNASSISTED else drafter,
                     num_assistant_tokens=tokens,
                     do_sample=False,
                     max_new_tokens=max_new_tokens,
@@ -112,7 +117,7 @@ def measure(
             layer = next(value for value in output.values() if hasattr(value, "layers")).layers[0]
             rows[name] = {
                 "identical": bool(torch.equal(output.sequences, truth)),
-                "tau": None if name == "plain" else drafter.stats.mean_acceptance_length,
+                "tau": None if name in UNASSISTED else drafter.stats.mean_acceptance_length,
                 "cache_rows": int(layer.get_seq_length()),
             }
     new = len(batch["input_ids"]) * max_new_tokens

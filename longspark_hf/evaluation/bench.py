@@ -207,6 +207,7 @@ class Bench:
         )
         widths = {
             "longspark": positions,
+            "longspark_auto": positions,
             "zero_acceptance": positions,
             "prompt_lookup": self.settings.num_assistant_tokens or PROMPT_LOOKUP_TOKENS,
         }

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .answering import METHODS
+from .answering import METHODS, UNASSISTED
 from .tables import Column, columns_table, to_markdown_table
 
 
@@ -37,7 +37,10 @@ def make_rows(runs: list[Run], positions: dict[str, int]) -> list[dict[str, Any]
 def _row(method: str, own: list[Run], plain: list[Run], zero: list[Run], positions: int) -> dict[str, Any]:
     rounds = [sum(counts) for counts in zip(*(_padded(run["rounds"], own) for run in own))]
     num_rounds = sum(rounds)
-    drafts, known = method != "plain" and num_rounds > 0, method != "dflash"  # random weights accept as it happens
+    drafts, known = (
+        method not in UNASSISTED and num_rounds > 0,
+        method != "dflash",
+    )  # random weights accept as it happens
     per_round = {
         part: 1e3 * sum(run[f"{part}_seconds"] for run in own) / num_rounds if drafts else None
         for part in ("draft", "verify")

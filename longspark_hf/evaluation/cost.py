@@ -1,10 +1,12 @@
 """What a drafter costs on a target, by context length: `python -m longspark_hf.evaluation.cost`.
 
-Knows: how to time a draft pass over synthetic rows, the prefill with and without a drafter, peak memory, and the parts of a
-round. Does not know: acceptance; a drafter's weights do not change its cost.
+Knows: how to time a draft pass over synthetic rows, the target's passes over few tokens, the prefill with and without a
+drafter, and peak memory.
+Does not know: the parts of a round (profile), or acceptance; a drafter's weights do not change its cost.
 """
 
 import argparse
+import contextlib
 import functools
 import statistics
 import subprocess
@@ -15,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from longspark_hf import LongSparkConfig, LongSparkDrafter
+from longspark_hf import InPlaceCache, LongSparkConfig, LongSparkDrafter
+from longspark_hf.attention_longspark import grouped_attention
 from longspark_hf.compat import cache_argument
 from longspark_hf.target_longspark import BorrowedTarget
 
@@ -29,6 +33,7 @@ from .targets import load_target, mask_token_id
 
 
 CONTEXTS = (1024, 8192, 32768, 131072)
+VERIFY_CONTEXTS, VERIFY_TOKENS = (1024, 4096, 7168), (1, 2, 4, 8)
 
 
 def say(message: str) -> None:
@@ -74,41 +79,29 @@ def draft_rows(drafter: LongSparkDrafter, borrowed: BorrowedTarget, repeats: int
 
 
 @torch.no_grad()
-def round_parts(
-    target: PreTrainedModel, drafter: LongSparkDrafter, borrowed: BorrowedTarget, context: int, repeats: int
-) -> dict[str, float]:
-    """Milliseconds of the parts of one round at a real context of `context` tokens."""
-    config, anchor = drafter.config, torch.tensor([1])
-    state, position = synthetic_state(drafter, context), torch.tensor([context])
-    ids = torch.randint(0, config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
-    name = cache_argument(target)
-    cache = target(ids, use_cache=True, logits_to_keep=1)[name]
-    block = torch.randint(0, config.vocab_size, (1, config.block_size + 1))
-    rows = torch.randn(1, config.num_key_value_heads, config.block_size + 1, config.head_dim, dtype=drafter.dtype)
-    hidden = drafter(anchor, position, state, borrowed).hidden_states
-    base = borrowed.lm_head(hidden.to(target.dtype))
+def verify_rows(target: PreTrainedModel, repeats: int) -> list[dict[str, Any]]:
+    """Milliseconds of the target's passes over few tokens, by context: its stock cache and attention, and ours, in turn."""
+    name, rows = cache_argument(target), []
+    for context in VERIFY_CONTEXTS:
+        say(f"verification at {context} rows")
+        ids = torch.randint(0, target.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+        kinds = {"stock": DynamicCache, "in_place": InPlaceCache, "in_place_grouped": InPlaceCache}
+        caches = {kind: cache_class(config=target.config) for kind, cache_class in kinds.items()}
+        for cache in caches.values():
+            target(ids, logits_to_keep=1, **{name: cache})
 
-    def verify(num_tokens: int) -> None:
-        target(block[:, :num_tokens], use_cache=True, **{name: cache})
-        cache.crop(-num_tokens)
+        def verify(kind: str, num_tokens: int, caches: dict[str, Cache] = caches, ids: torch.Tensor = ids) -> None:
+            with grouped_attention(target) if kind == "in_place_grouped" else contextlib.nullcontext():
+                target(ids[:, :num_tokens], **{name: caches[kind]})
+            caches[kind].crop(-num_tokens)
 
-    def markov_chain() -> None:
-        previous = anchor
-        for slot in range(config.block_size):
-            previous = drafter.corrected_logits(base[:, slot], previous).argmax(dim=-1)
-
-    return median_ms(
-        {
-            "plain_step": lambda: verify(1),
-            "verify": lambda: verify(config.block_size + 1),
-            "draft_trunk": lambda: drafter(anchor, position, state, borrowed),
-            "draft_head": lambda: borrowed.lm_head(hidden.to(target.dtype)),
-            "draft_markov_chain": markov_chain,
-            "state_update": lambda: [state.update(rows, rows, i) for i in range(config.num_hidden_layers)],
-            "draft_pass": lambda: drafter.draft(anchor, position, state, borrowed),
-        },
-        repeats,
-    )
+        cases = [(kind, num_tokens) for num_tokens in VERIFY_TOKENS for kind in kinds]
+        times = median_ms({case: functools.partial(verify, *case) for case in cases}, repeats)
+        rows += [
+            {"context": context, "tokens": num_tokens, **{f"{kind}_ms": times[kind, num_tokens] for kind in kinds}}
+            for num_tokens in VERIFY_TOKENS
+        ]
+    return rows
 
 
 def prefill_seconds(
@@ -166,7 +159,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=8000)
     parser.add_argument("--prefill-repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="Of the drafter.")
-    parts = ["draft", "round", "prefill", "memory"]
+    parts = ["draft", "verify", "prefill", "memory"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--peak-of", choices=["plain", "drafter"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -193,11 +186,8 @@ def main() -> None:
         say("draft pass by context")
         rows = result["rows"] = draft_rows(drafter, borrowed, args.repeats)
         result["draft_ms_128k_over_1k"] = rows[-1]["draft_ms"] / rows[0]["draft_ms"]
-    if "round" in args.parts:
-        say("parts of a round")
-        result["round_parts_ms"] = {
-            str(context): round_parts(target, drafter, borrowed, context, args.repeats) for context in (1024, 4096)
-        }
+    if "verify" in args.parts:
+        result["verify"] = verify_rows(target, args.repeats)
     if "prefill" in args.parts:
         result["prefill"] = prefill_seconds(target, tokenizer, drafter, args.prefill_tokens, args.prefill_repeats)
     if "memory" in args.parts:

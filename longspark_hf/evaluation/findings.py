@@ -66,7 +66,8 @@ COLUMNS: list[Column] = [
     ("total\nMiB", _number("total_bytes", 0, 2**20)),
 ]
 LEGEND = (
-    "draft: committed rows taken in and a block drafted. verify: the target's pass over it. break-even: (draft + verify) / "
+    "draft: committed rows taken in and a block drafted. verify: the target's pass over it, LongSpark's with the cache and attention that it "
+    "gives the target, all others as in transformers. break-even: (draft + verify) / "
     "plain step, the tokens a round must commit to be worth it. total: weights of both models, K/V cache of the target and "
     "drafter state, counted from tensors."
 )

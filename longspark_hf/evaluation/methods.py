@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
+from longspark_hf.inplace_longspark import with_spare
 from longspark_hf.target_longspark import BorrowedTarget
 
 
@@ -50,18 +51,38 @@ class HeldLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
-def held_caches(target: PreTrainedModel, contexts: list[int]) -> dict[int, Cache]:
-    """A target cache of every length; the shorter ones are the beginning of the longest."""
+class HeldInPlaceLayer(HeldLayer):
+    """The same for a cache that appends in place: new rows are written behind, over what is there."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: int):
+        super().__init__(keys[:, :, :length], values[:, :, :length])
+        self.buffers = keys, values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
+        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        for buffer, new in zip(self.buffers, (key_states, value_states)):
+            buffer[:, :, start:end] = new
+        keys, values = self.buffers
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def held_caches(target: PreTrainedModel, contexts: list[int]) -> dict[tuple[str, int], Cache]:
+    """A `"stock"` and an `"in_place"` target cache of every length; the shorter ones are the beginning of the longest."""
     config, like = target.config, next(target.parameters())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = [
-        [random_rows(config.num_key_value_heads, max(contexts), head_dim, like) for _ in ("keys", "values")]
+        [
+            random_rows(config.num_key_value_heads, with_spare(max(contexts)), head_dim, like)
+            for _ in ("keys", "values")
+        ]
         for _ in range(config.num_hidden_layers)
     ]
-    return {
-        context: Cache(layers=[HeldLayer(keys[:, :, :context], values[:, :, :context]) for keys, values in rows])
-        for context in contexts
-    }
+    caches = {}
+    for context in contexts:
+        stock = [HeldLayer(keys[:, :, :context], values[:, :, :context]) for keys, values in rows]
+        caches["stock", context] = Cache(layers=stock)
+        caches["in_place", context] = Cache(layers=[HeldInPlaceLayer(*pair, context) for pair in rows])
+    return caches
 
 
 def synthetic_state(drafter: LongSparkDrafter, num_rows: int) -> LongSparkCache:
@@ -80,7 +101,7 @@ def synthetic_state(drafter: LongSparkDrafter, num_rows: int) -> LongSparkCache:
 
 class LongSparkMethod:
     r"""
-    A LongSpark drafter with a state for every context.
+    A LongSpark drafter with a state for every context. Its drafts are verified in a cache that appends in place.
 
     Args:
         drafter ([`LongSparkDrafter`]): On the target's device.
@@ -90,7 +111,7 @@ class LongSparkMethod:
 
     def __init__(self, drafter: LongSparkDrafter, target: PreTrainedModel, contexts: list[int]):
         self.drafter, self.borrowed = drafter, BorrowedTarget.of(target, drafter.config)
-        self.verified_tokens = drafter.config.block_size + 1
+        self.verified_tokens, self.verified_in = drafter.config.block_size + 1, "in_place"
         self.states = {context: synthetic_state(drafter, context) for context in contexts}
         config, weight = drafter.config, drafter.summary_queries
         self._rows = random_rows(config.num_key_value_heads, COMMITTED_ROWS, config.head_dim, weight)
@@ -130,7 +151,7 @@ class DFlashMethod:
     """
 
     def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel, contexts: list[int]):
-        self.drafter, self.verified_tokens = drafter, drafter.config.block_size
+        self.drafter, self.verified_tokens, self.verified_in = drafter, drafter.config.block_size, "stock"
         self.generators = {context: self._generator(target, context) for context in contexts}
         self._held = {context: self._tensors(context) for context in contexts}
         weight = drafter.norm.weight

@@ -23,7 +23,9 @@ COLORS = {
     "window": "#f4a261",
     "dflash": "#495057",
     "dflash_sliding": "#748ffc",
+    "longspark_auto": "#f59f00",
     "prompt_lookup": "#2b8a3e",
+    "plain_in_place": "#868e96",
     "zero_acceptance": "#adb5bd",
     "plain": "#868e96",
     "growing": "#868e96",
@@ -31,7 +33,9 @@ COLORS = {
 LABELS = METHODS | {
     "longspark": "LongSpark",
     "window": "LongSpark without summary",
+    "longspark_auto": "LongSpark, length chosen as it goes",
     "prompt_lookup": "prompt lookup",
+    "plain_in_place": "plain, cache in place",
     "zero_acceptance": "LongSpark, nothing accepted",
     "growing": "growing KV cache (computed)",
 }

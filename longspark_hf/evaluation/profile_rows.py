@@ -80,15 +80,3 @@ def markdown(result: dict[str, Any]) -> str:
     table = to_markdown_table(columns_table(columns, [*names, "round", "decode"]))
     remarks = "\n".join(f"- {line}" for line in [*map(remark, result["rows"]), LEGEND])
     return "\n\n".join([table, remarks, describe(result), source_line(result)])
-
-
-def print_profile(result: dict[str, Any]) -> None:
-    """A table for each context, and what it says."""
-    from longspark_hf import console
-
-    screen = console._stdout()
-    for row in result["rows"]:
-        screen.print(console._columns_table(COLUMNS, part_rows(row), title=title(row)))
-        screen.print(remark(row))
-    for line in (LEGEND, describe(result)):
-        screen.print(f"[dim]{line}[/dim]")

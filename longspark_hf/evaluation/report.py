@@ -11,7 +11,7 @@ from typing import Any
 import longspark_hf
 
 from . import findings, page, plots, profile_rows
-from .tables import Column, Table, columns_table, to_markdown_table
+from .tables import Column, columns_table, to_markdown_table
 
 
 ROOT = Path(longspark_hf.__file__).parent.parent
@@ -53,21 +53,25 @@ def prefill_lines(cost: dict[str, Any], memory: dict[str, Any], memory_default: 
     )
 
 
-def round_table(cost: dict[str, Any]) -> str:
-    """Where a round's time goes, as Markdown."""
-    contexts = cost["round_parts_ms"]
-    names = {
-        "plain_step": "a plain step of the target (1 token)",
-        "verify": "verification (8 tokens)",
-        "draft_pass": "draft pass, all of it",
-        "draft_trunk": "- trunk: 5 layers over the block",
-        "draft_head": "- the target's head on 7 slots",
-        "draft_markov_chain": "- Markov chain, 7 steps",
-        "state_update": "state update with 8 rows",
-    }
-    header = ["ms a round", *(f"at {int(context) // 1024}K" for context in contexts)]
-    rows = [[label, *(f"{parts[key]:.1f}" for parts in contexts.values())] for key, label in names.items()]
-    return to_markdown_table(Table(header, rows))
+VERIFY_COLUMNS: list[Column] = [
+    ("rows", lambda row: f"{row['context'] // 1024}K"),
+    ("tokens", lambda row: str(row["tokens"])),
+    ("stock, ms", lambda row: f"{row['stock_ms']:.0f}"),
+    ("cache in place, ms", lambda row: f"{row['in_place_ms']:.0f}"),
+    ("and grouped attention, ms", lambda row: f"{row['in_place_grouped_ms']:.0f}"),
+    ("over one token: stock", lambda row: f"{row['stock_ms'] / row['stock_decode_ms']:.2f}"),
+    ("ours", lambda row: f"{row['in_place_grouped_ms'] / row['in_place_decode_ms']:.2f}"),
+]
+
+
+def verify_table(cost: dict[str, Any]) -> str:
+    """The target's passes over few tokens, with what transformers does and with what we do, as Markdown."""
+    decode = {row["context"]: row for row in cost["verify"] if row["tokens"] == 1}
+    rows = [
+        row | {f"{kind}_decode_ms": decode[row["context"]][f"{kind}_ms"] for kind in ("stock", "in_place")}
+        for row in cost["verify"]
+    ]
+    return f"{to_markdown_table(columns_table(VERIFY_COLUMNS, rows))}\n\nMeasured on {measured_with(cost)}"
 
 
 def sweep_table(sweep: dict[str, Any]) -> str:
@@ -90,19 +94,23 @@ BENCH_COLUMNS: list[Column] = [
     ("τ", _ratio("tau")),
     ("break-even τ", _ratio("break_even_tau")),
     ("speedup", _ratio("speedup")),
+    ('with "auto"', _ratio("auto_speedup")),
+    ("of the cache alone", _ratio("cache_speedup")),
     ("of prompt lookup", _ratio("lookup_speedup")),
     ("greedy output as plain", lambda row: {True: "yes", False: "no", None: "-"}[row["identical"]]),
 ]
 
 
 def bench_table(benches: list[dict[str, Any]]) -> str:
-    """What LongSpark and prompt lookup gained over plain `generate` by task and temperature, as Markdown."""
+    """What LongSpark, its cache alone and prompt lookup gained over plain `generate`, by task and temperature."""
     rows, sources = [], []
     for bench in benches:
-        lookup = {(r["task"], r["temperature"]): r["speedup"] for r in bench["rows"] if r["method"] == "prompt_lookup"}
+        speedups = {(r["method"], r["task"], r["temperature"]): r["speedup"] for r in bench["rows"]}
+        others = {"lookup": "prompt_lookup", "auto": "longspark_auto", "cache": "plain_in_place"}
         for row in bench["rows"]:
             if row["method"] == "longspark":
-                rows.append(row | {"lookup_speedup": lookup.get((row["task"], row["temperature"]))})
+                case = (row["task"], row["temperature"])
+                rows.append(row | {f"{key}_speedup": speedups.get((name, *case)) for key, name in others.items()})
         sources.append(("" if bench["complete"] else "Stopped before its last runs. ") + page.source_line(bench))
     return "\n\n".join([to_markdown_table(columns_table(BENCH_COLUMNS, rows)), *sources])
 
@@ -111,6 +119,7 @@ BATCH_COLUMNS: list[Column] = [
     ("sequences", lambda row: str(row["batch_size"])),
     ("new tokens each", lambda row: str(row["max_new_tokens"])),
     ("plain tokens/s", lambda row: f"{row['plain']['tokens_per_second']:.1f}"),
+    ("plain, our cache", lambda row: f"{row['plain_in_place']['speedup']:.2f}"),
     ("our loop, no drafts", lambda row: f"{row['no_drafts']['speedup']:.2f}"),
     ("τ", lambda row: f"{row['longspark']['tau']:.2f}"),
     ("speedup", lambda row: f"{row['longspark']['speedup']:.2f}"),
@@ -145,8 +154,8 @@ def sections() -> dict[str, str]:
     """README's generated sections by name."""
     cost = load("cost_smollm2")
     found = {
+        "verify": verify_table(cost),
         "prefill": prefill_lines(cost, load("memory_smollm2"), load("memory_smollm2_default_malloc")),
-        "round": round_table(cost),
     }
     if (RESULTS / f"{SWEEP}.json").is_file():
         found["sweep"] = sweep_table(load(SWEEP))

@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from longspark_hf import LongSparkConfig
+from longspark_hf.attention_longspark import grouped_attention
 from longspark_hf.compat import cache_argument
 from longspark_hf.target_longspark import check_config_fit
 from longspark_hf.training.journal import ResumableJsonl
@@ -181,23 +183,25 @@ class Measurement:
         self.methods = {name: make_method(d, self.target, sweep.contexts) for name, d in self.drafters.items()}
 
     @torch.no_grad()
-    def _verify(self, context: int, num_tokens: int) -> None:
+    def _verify(self, kind: str, context: int, num_tokens: int) -> None:
         ids = torch.ones(1, num_tokens, dtype=torch.long, device=self.device)
-        self.target(ids, **{self.cache_argument: self.caches[context]}, use_cache=True)
+        with grouped_attention(self.target) if kind == "in_place" else nullcontext():
+            self.target(ids, **{self.cache_argument: self.caches[kind, context]}, use_cache=True)
 
     def one_pass(self) -> dict[str, float]:
         """Milliseconds of every call, in turn, so that a busy machine hits all alike."""
         times = {}
-        tokens = [1, *sorted({method.verified_tokens for method in self.methods.values()})]  # 1: a plain step
+        verified = {(method.verified_in, method.verified_tokens) for method in self.methods.values()}
+        passes = [("stock", 1), *sorted(verified)]  # 1: a plain step
         for context in self.sweep.contexts:
             for name, method in self.methods.items():
                 method.draft(context)  # not timed: what ran before, a long verification perhaps, must not matter
                 method.restore(context)
                 times[f"draft {name} {context}"] = timed_ms(lambda m=method, c=context: m.draft(c), self.device)
                 method.restore(context)
-            for number in tokens:
-                times[f"verify {number} {context}"] = timed_ms(
-                    lambda n=number, c=context: self._verify(c, n), self.device
+            for kind, number in passes:
+                times[f"verify {kind} {number} {context}"] = timed_ms(
+                    lambda k=kind, n=number, c=context: self._verify(k, c, n), self.device
                 )
         return times
 
@@ -231,7 +235,7 @@ class Measurement:
             for context in self.sweep.contexts:
                 state = method.state_bytes(context)
                 drafts = [times[f"draft {name} {context}"] for times in passes]
-                verify = f"verify {method.verified_tokens} {context}"
+                verify = f"verify {method.verified_in} {method.verified_tokens} {context}"
                 yield {
                     "method": name,
                     "context": context,
@@ -240,7 +244,7 @@ class Measurement:
                     "draft_ms_high": max(drafts),
                     "verify_ms": statistics.median(times[verify] for times in passes),
                     "verified_tokens": method.verified_tokens,
-                    "plain_ms": statistics.median(times[f"verify 1 {context}"] for times in passes),
+                    "plain_ms": statistics.median(times[f"verify stock 1 {context}"] for times in passes),
                     "state_bytes": state,
                     "total_bytes": target_bytes + token_bytes * context + method.weight_bytes + state,
                 }
