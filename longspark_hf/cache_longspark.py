@@ -183,26 +183,21 @@ class LongSparkCacheLayer(CacheLayerMixin):
         return self.keys.device if rows_cross else rows.device
 
     def _write_window(self, keys: torch.Tensor, values: torch.Tensor, row_mask: torch.Tensor | None) -> None:
-        batch_size, _, num_new, _ = keys.shape
-        device = keys.device
-        if row_mask is None:
-            row_mask = torch.ones((batch_size, num_new), dtype=torch.bool, device=device)
-        rank = row_mask.cumsum(dim=-1)  # 1-based among the rows that count
-        total = rank[:, -1:]
-        position = self.num_rows.to(device)[:, None] + rank - 1
-
-        # For each slot the new row that ends there, or -1; rows that do not count go to a spare slot that is dropped.
-        kept = row_mask & (rank > total - self.window_size)
-        slot = torch.where(kept, position % max(self.window_size, 1), self.window_size)
-        source = torch.full((batch_size, self.window_size + 1), -1, dtype=torch.long, device=device)
-        source.scatter_(1, slot, torch.arange(num_new, device=device).expand(batch_size, -1))
-        source = source[:, None, : self.window_size, None]
-        index = source.clamp(min=0)
-        written = (source >= 0).to(self.keys.device)
-        for window, rows in ((self.keys, keys), (self.values, values)):
-            new = rows.gather(2, index.expand(window.shape)).to(window)
-            window.copy_(torch.where(written, new, window))
-        self.num_rows += total[:, 0].to(self.num_rows.device)
+        total = keys.shape[2] if row_mask is None else row_mask.sum(dim=-1)[:, None].to(self.num_rows.device)
+        size = min(keys.shape[2], self.window_size)
+        if size > 0:
+            # The last `size` rows that count end at `num_rows + total`. Where fewer count, rows that do not come before
+            # them: those have slots of their own too, and keep what is there.
+            position = self.num_rows[:, None] + total + torch.arange(-size, 0, device=self.num_rows.device)
+            slot = (position % self.window_size)[:, None, :, None].expand(*keys.shape[:2], size, keys.shape[3])
+            if row_mask is not None:
+                order = row_mask.byte().argsort(dim=-1, stable=True)[:, -size:]
+                order = order[:, None, :, None].expand(slot.shape)
+                counts = (position >= self.num_rows[:, None])[:, None, :, None]
+            for window, rows in ((self.keys, keys), (self.values, values)):
+                new = (rows[:, :, -size:] if row_mask is None else rows.gather(2, order)).to(window)
+                window.scatter_(2, slot, new if row_mask is None else torch.where(counts, new, window.gather(2, slot)))
+        self.num_rows += total if row_mask is None else total[:, 0]
 
     def window_mask(self) -> torch.Tensor:
         """True for the ring slots that hold a row, `(batch_size, window_size)`."""

@@ -66,6 +66,11 @@ def check_call(
                 f"`{type(processor).__name__}` keeps state from call to call and would see rejected draft tokens. "
                 "Generate without `assistant_model`, or without this processor."
             )
+    if getattr(target.config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True:
+        raise ValueError(
+            f"`{type(target).__name__}` attends in both directions (`use_bidirectional_attention=True` in its config), so it "
+            "cannot verify several tokens in one pass. Generate without `assistant_model`."
+        )
     target_cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name before transformers 5.24
     if not isinstance(target_cache, Cache):
         raise ValueError(

@@ -215,6 +215,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
     supports_gradient_checkpointing = True
     _no_split_modules = ["LongSparkDraftLayer"]
     weighted_loss = weighted_loss
+    _compiled_trunk: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: LongSparkConfig):
         super().__init__(config)
@@ -293,17 +294,15 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         slots = torch.full((batch_size, config.block_size), config.mask_token_id, device=anchor_ids.device)
         slots[:, 0] = anchor_ids
         tokens = call_borrowed(target.embed_tokens, slots).to(device=self.device, dtype=self.dtype)
-        tokens = tokens + self.position_embedding.weight
-        boundary = self.boundary_fusion(cache.boundary.to(self.dtype).flatten(1))
-        hidden_states = self.input_mapping(torch.cat([tokens, boundary[:, None].expand_as(tokens)], dim=-1))
-        if config.boundary_residual is not None:
-            hidden_states = hidden_states + cache.boundary[:, config.boundary_residual, None].to(self.dtype)
-
-        rotary = target.rotary or config_rotary(config)
         block_positions = position_ids.to(self.device)[:, None] + torch.arange(config.block_size, device=self.device)
-        for index, (layer, state) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            cos_sin = rotary(hidden_states, block_positions, index)
-            hidden_states = layer(hidden_states, cos_sin, self.summary_queries[index], state)
+        rotary, kinds = target.rotary or config_rotary(config), config.layer_types or ["all"] * len(self.layers)
+        angles = {kind: rotary(tokens, block_positions, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+
+        trunk = self._trunk
+        if self._compiled_trunk is not None and not torch.is_grad_enabled():
+            trunk = self._compiled_trunk
+            torch.compiler.cudagraph_mark_step_begin()  # the norm below has read what an earlier replay left
+        hidden_states = trunk(tokens, cache.boundary.to(self.dtype), [angles[kind] for kind in kinds], cache.layers)
         hidden_states = call_borrowed(target.final_norm, hidden_states)
 
         loss = None
@@ -321,6 +320,51 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
                 num_items_in_batch = weights.sum().clamp(min=torch.finfo(total.dtype).tiny)
             loss = total / num_items_in_batch
         return LongSparkOutput(hidden_states=hidden_states, loss=loss)
+
+    def _trunk(
+        self,
+        tokens: torch.Tensor,
+        boundary: torch.Tensor,
+        angles: list[tuple[torch.Tensor, torch.Tensor]],
+        views: list[LongSparkCacheLayer],
+    ) -> torch.Tensor:
+        """The part of the pass that is ours alone and has one shape at any context length: what can be compiled."""
+        tokens = tokens + self.position_embedding.weight
+        fused = self.boundary_fusion(boundary.flatten(1))
+        hidden_states = self.input_mapping(torch.cat([tokens, fused[:, None].expand_as(tokens)], dim=-1))
+        if self.config.boundary_residual is not None:
+            hidden_states = hidden_states + boundary[:, self.config.boundary_residual, None]
+        for index, layer in enumerate(self.layers):
+            hidden_states = layer(hidden_states, angles[index], self.summary_queries[index], views[index])
+        return hidden_states
+
+    def compile_draft(self, mode: str | None = None, **options: Any) -> None:
+        r"""
+        Compile the draft pass with `torch.compile`, at the first draft that follows. A second call does nothing.
+
+        The state has one shape at any context length, so a longer context never compiles again; the first batch after a
+        single sequence does. Embedding, norm and head of the target stay outside, and so does the Markov chain with its
+        sampling. Passes with gradients run as before; copies and saved drafters are not compiled.
+
+        Args:
+            mode (`str`, *optional*): As for `torch.compile`; `"reduce-overhead"` replays CUDA graphs on a GPU.
+            options (`Any`): Further arguments of `torch.compile`, such as `backend`.
+
+        Example:
+
+        ```python
+        drafter.compile_draft(mode="reduce-overhead")
+        target.generate(**inputs, assistant_model=drafter)
+        ```
+        """
+        if self._compiled_trunk is None:
+            self._compiled_trunk = torch.compile(self._trunk, fullgraph=True, mode=mode, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is compiled belongs to these weights: a copy that kept it would draft with them. As for `nn.Module.compile`.
+        state = super().__getstate__()
+        state.pop("_compiled_trunk", None)
+        return state
 
     def corrected_logits(self, base_logits: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """
@@ -346,6 +390,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         logits_processor: LogitsProcessorList | None = None,
         input_ids: torch.LongTensor | None = None,
         ends_before: Callable[[torch.LongTensor], bool] | None = None,
+        by_value: bool = False,
     ) -> LongSparkDraft:
         r"""
         Draft a block: the trunk once, then the Markov chain token by token.
@@ -360,6 +405,9 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
             ends_before (`Callable`, *optional*):
                 Given all tokens and the draft so far, whether the draft must end before its newest token. With it every
                 token is looked at before processors see the next prefix, so that they never see an impossible one.
+            by_value (`bool`, *optional*, defaults to `False`):
+                Whether processors look at scores only, not at which tokens they are of, as temperature, top-k and top-p
+                do. A draft vocabulary is then all they see.
 
         Returns:
             [`LongSparkDraft`], shorter than `num_tokens` where it had to end.
@@ -372,6 +420,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         prefix = input_ids.to(self.device) if logits_processor or ends_before else None
         tokens, logits, finite = [], [], torch.ones_like(previous, dtype=torch.bool)
         careful = ends_before is not None  # looks at the device in every slot
+        narrow = self.draft_token_ids is not None and (by_value or not logits_processor)
 
         def stuck(scores: torch.Tensor) -> bool:
             return careful and not bool((scores.amax(dim=-1) > -torch.inf).all())
@@ -379,9 +428,8 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         for slot in range(num_tokens):
             scores = self.corrected_logits(base_logits[:, slot], previous)
             finite = finite & scores.isfinite().all(dim=-1)
-            if self.draft_token_ids is not None:
-                whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
-                scores = whole.index_copy_(-1, self.draft_token_ids, scores)
+            if not narrow:
+                scores = self._over_vocabulary(scores)
             if careful and not bool(finite.all()):
                 break
             for processor in logits_processor or ():
@@ -391,6 +439,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
             if stuck(scores):
                 break
             previous = self._sample(scores) if do_sample else scores.argmax(dim=-1)
+            previous = self.draft_token_ids[previous] if narrow else previous
             if prefix is not None:
                 prefix = torch.cat([prefix, previous[:, None]], dim=1)
             if careful and ends_before(prefix):
@@ -402,6 +451,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
             return LongSparkDraft(previous.new_empty((len(previous), 0)), empty, finite, empty[..., 0] > 0)
         logits = torch.stack(logits, dim=1)
         possible = logits.amax(dim=-1) > -torch.inf
+        logits = self._over_vocabulary(logits) if narrow else logits
         return LongSparkDraft(token_ids=torch.stack(tokens, dim=1), logits=logits, finite=finite, possible=possible)
 
     @torch.no_grad()
@@ -428,6 +478,13 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         w2.weight = nn.Parameter(w2.weight[rows], requires_grad=w2.weight.requires_grad)
         w2.out_features = self.config.draft_vocab_size = len(ids)
         self.draft_token_ids = ids
+
+    def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of all tokens, from those of the draft vocabulary."""
+        if self.draft_token_ids is None:
+            return scores
+        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.draft_token_ids, scores)
 
     @staticmethod
     def _sample(scores: torch.Tensor) -> torch.Tensor:

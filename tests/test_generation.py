@@ -12,6 +12,7 @@ from transformers import (
     CohereConfig,
     DynamicCache,
     EosTokenCriteria,
+    Gemma3TextConfig,
     Glm4Config,
     LogitsProcessor,
     LogitsProcessorList,
@@ -829,6 +830,13 @@ def rope_target(**rope):
     target = LlamaForCausalLM(config).eval()
     target.generation_config.eos_token_id = None
     return target
+
+
+def test_targets_that_attend_in_both_directions_are_refused(prompt):
+    config = tiny(Gemma3TextConfig, head_dim=16, sliding_window=24, use_bidirectional_attention=True)
+    target = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="both directions"):
+        target.generate(prompt, assistant_model=random_drafter(target), max_new_tokens=4)
 
 
 def test_dynamic_rotary_scaling_is_refused(prompt):
