@@ -22,7 +22,7 @@ from .schedule_longspark import DraftSchedule
 from .stats_longspark import LongSparkStats, PhaseClock
 from .tap_longspark import TargetTap, to_device
 from .target_longspark import BorrowedTarget
-from .verification_longspark import NOT_FINITE, RowProcessor, agreement, own_tokens
+from .verification_longspark import NOT_FINITE, VALUE_PROCESSORS, RowProcessor, agreement, own_tokens
 
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class AssistedDecoding:
         self.running = list(range(self.batch_size))  # sequences, by their place in this round
         self.processors = [RowProcessor(processor, self.batch_size) for processor in logits_processor]
         self.blind = all(processor.blind for processor in self.processors)
+        self.by_value = all(type(processor) in VALUE_PROCESSORS for processor in logits_processor)
         self.demanding = any(processor.demanding for processor in self.processors)
         self.budget = generation_config.max_length - self.prompt_length
         self._read_criteria(stopping_criteria)
@@ -258,6 +259,7 @@ class AssistedDecoding:
             logits_processor=[functools.partial(self._process_draft, processor) for processor in self.processors],
             input_ids=self.anchors[:, None] if self.processors else None,
             ends_before=self._is_eos if self.demanding else None,
+            by_value=self.by_value,
         )
         if self.confidence and draft.token_ids.shape[1]:
             draft = self._cut_where_unsure(draft)

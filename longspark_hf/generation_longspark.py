@@ -36,7 +36,7 @@ from .stats_longspark import LongSparkStats
 from .stopping_longspark import StoppingRules
 from .tap_longspark import TargetTap, absorb_held_rows, holds_rows_from, leave_state, take_state
 from .target_longspark import BorrowedTarget, check_fit
-from .verification_longspark import NOT_FINITE, UNDEMANDING_PROCESSORS
+from .verification_longspark import NOT_FINITE, UNDEMANDING_PROCESSORS, VALUE_PROCESSORS
 
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             logits_processor=self.logits_processor,
             input_ids=input_ids,
             ends_before=ends_before,
+            by_value=all(type(processor) in VALUE_PROCESSORS for processor in self.logits_processor),
         )
         # The one look at the device of this round.
         finite, *possible = torch.cat([draft.finite[:, None], draft.possible], dim=1)[0].tolist()

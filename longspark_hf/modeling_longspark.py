@@ -349,13 +349,6 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         Args:
             mode (`str`, *optional*): As for `torch.compile`; `"reduce-overhead"` replays CUDA graphs on a GPU.
             options (`Any`): Further arguments of `torch.compile`, such as `backend`.
-
-        Example:
-
-        ```python
-        drafter.compile_draft(mode="reduce-overhead")
-        target.generate(**inputs, assistant_model=drafter)
-        ```
         """
         if self._compiled_trunk is None:
             self._compiled_trunk = torch.compile(self._trunk, fullgraph=True, mode=mode, **options)

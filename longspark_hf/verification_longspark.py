@@ -23,19 +23,16 @@ from transformers import (
 )
 
 
-# Processors of transformers that neither look at the prefix nor mind any scores.
-_PLAIN_FILTERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-)
+# Processors of transformers that neither look at the prefix nor mind any scores, and go by their values alone.
+_PLAIN_FILTERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Those that do not ask which tokens the scores are of: a draft vocabulary is all they need to see.
+VALUE_PROCESSORS = (*_PLAIN_FILTERS, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 # Those that do not look at the prefix: all positions and sequences pass through them at once.
-BLIND_PROCESSORS = (*_PLAIN_FILTERS, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+BLIND_PROCESSORS = (*VALUE_PROCESSORS, SuppressTokensLogitsProcessor)
 # Those that take any prefix and any scores. All others are only shown prefixes that can be.
 UNDEMANDING_PROCESSORS = (
     *_PLAIN_FILTERS,
+    SuppressTokensLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     MinLengthLogitsProcessor,
