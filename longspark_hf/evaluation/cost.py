@@ -27,7 +27,7 @@ from longspark_hf.target_longspark import BorrowedTarget
 
 from .demo import PutTimer, build_prompts
 from .info import peer_state_bytes
-from .methods import synthetic_state
+from .methods import held_caches, synthetic_state
 from .provenance import provenance, write_result
 from .targets import load_target, mask_token_id
 
@@ -84,11 +84,12 @@ def verify_rows(target: PreTrainedModel, repeats: int) -> list[dict[str, Any]]:
     name, rows = cache_argument(target), []
     for context in VERIFY_CONTEXTS:
         say(f"verification at {context} rows")
-        ids = torch.randint(0, target.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(0, target.config.vocab_size, (1, max(VERIFY_TOKENS)))
         kinds = {"stock": DynamicCache, "in_place": InPlaceCache, "in_place_grouped": InPlaceCache}
         caches = {kind: cache_class(config=target.config) for kind, cache_class in kinds.items()}
-        for cache in caches.values():
-            target(ids, logits_to_keep=1, **{name: cache})
+        for index, held in enumerate(held_caches(target, [context])["stock", context].layers):
+            for cache in caches.values():
+                cache.update(held.keys, held.values, index)
 
         def verify(kind: str, num_tokens: int, caches: dict[str, Cache] = caches, ids: torch.Tensor = ids) -> None:
             with grouped_attention(target) if kind == "in_place_grouped" else contextlib.nullcontext():
