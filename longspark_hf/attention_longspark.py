@@ -1,83 +1,103 @@
 """The target's attention over a few new tokens and many cached ones: what a verification pass does.
 
-Knows: query heads that share keys and values, folded into rows of one product.
+Knows: query heads that share keys and values, folded into rows of one product; the function of transformers behind "sdpa".
 Does not know: what is masked (transformers says), or which passes verify a draft (generation_longspark).
 """
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 
-GROUPED = "longspark_grouped"
 # Beyond it a pass is a prefill, where copies of keys and values are small beside the rest.
 MOST_QUERIES = 32
-_inside = threading.local()
 
 
-def grouped_attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def folds(
+    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, dropout: float = 0.0, **kwargs: Any
+) -> bool:
+    """Whether [`folded_attention`] serves a call: a short pass over heads that share keys, with a mask of all heads."""
+    return (
+        1 < query.shape[2] <= MOST_QUERIES
+        and query.shape[1] > key.shape[1]
+        and not dropout
+        and attention_mask is not None
+        and attention_mask.dtype == torch.bool
+        and attention_mask.shape[1] == 1
+        and all(kwargs.get(name) is None for name in ("softcap", "position_bias"))
+    )
+
+
+def folded_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     r"""
     Attention as `sdpa` computes it, without its copy of keys and values for every query head of a group.
 
     Args:
-        module (`torch.nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `(batch_size, num_heads, num_new, head_dim)`): Of the new tokens.
         key, value (`torch.Tensor` of shape `(batch_size, num_key_value_heads, length, head_dim)`): Of all tokens.
-        attention_mask (`torch.Tensor` of shape `(batch_size, 1, num_new, length)`, *optional*): True where it attends.
-        dropout, scaling, kwargs: As for `sdpa`, which also computes whatever is not a short pass over grouped heads.
+        attention_mask (`torch.Tensor` of shape `(batch_size, 1, num_new, length)`): True where it attends.
+        scaling (`float`, *optional*): Of the scores.
 
     Returns:
-        `tuple(torch.Tensor, None)`: of shape `(batch_size, num_new, num_heads, head_dim)`; no weights.
+        `torch.Tensor` of shape `(batch_size, num_new, num_heads, head_dim)`
     """
     batch_size, num_heads, num_new, _ = query.shape
     shared = num_heads // key.shape[1]
-    # Only inside a call of ours: another thread's plain `generate` on this target stays what it was, to the last bit.
-    applies = getattr(_inside, "calls", 0) and 1 < num_new <= MOST_QUERIES and shared > 1 and not dropout
-    masked = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    if not (applies and masked) or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     folded = query.reshape(batch_size, key.shape[1], shared * num_new, query.shape[3])
     mask = attention_mask.repeat(1, 1, shared, 1)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return output.view(batch_size, num_heads, num_new, value.shape[3]).transpose(1, 2).contiguous(), None
+    return output.view(batch_size, num_heads, num_new, value.shape[3]).transpose(1, 2).contiguous()
+
+
+def _folding(sdpa: Callable[..., Any]) -> Callable[..., Any]:
+    """`sdpa` of transformers, which folds what it can in passes of targets that are inside a call of ours on this thread."""
+
+    @functools.wraps(sdpa)
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        inside = getattr(attention.longspark_inside, "configs", ())
+        # By its config: a plain `generate` of another model within ours, or of this one elsewhere, stays as it is.
+        ours = any(id(getattr(module, "config", None)) in configs for configs in inside)
+        if ours and not args and folds(query, key, attention_mask, **kwargs):
+            return folded_attention(query, key, value, attention_mask, kwargs.get("scaling")), None
+        return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
+
+    attention.longspark_inside, attention.longspark_calls = threading.local(), set()
+    return attention
 
 
 @contextlib.contextmanager
 def grouped_attention(target: PreTrainedModel) -> Iterator[None]:
     """
-    Within it, on this thread, a target with `sdpa` attention verifies by [`grouped_attention_forward`].
+    Within it, on this thread, a target with `sdpa` attention verifies by [`folded_attention`]. Nothing of the target is
+    changed: the function that transformers has behind "sdpa" is another one while a call is inside.
 
     Args:
-        target (`PreTrainedModel`): The target; left as it is with any other attention.
+        target (`PreTrainedModel`): The target; nothing happens with any other attention.
     """
-    config = target.config.get_text_config(decoder=True)
-    if config._attn_implementation not in ("sdpa", GROUPED):  # ours: of a call on another thread
-        yield
-        return
-    config._attn_implementation = GROUPED
-    _inside.calls = getattr(_inside, "calls", 0) + 1
+    configs = {id(module.config) for module in target.modules() if hasattr(module, "config")}
+    call, attention = object(), None
+    # No lock: Ctrl-C could leave it closed, and all that threads can take from each other here is the faster way.
     try:
+        attention = AttentionInterface()["sdpa"]
+        if not hasattr(attention, "longspark_inside"):  # by us or by another copy of this file
+            attention = _folding(attention)
+            AttentionInterface.register("sdpa", attention)
+        attention.longspark_calls.add(call)
+        inside = attention.longspark_inside
+        inside.configs = [*getattr(inside, "configs", ()), configs]
         yield
     finally:
-        _inside.calls -= 1
-        config._attn_implementation = "sdpa"
-
-
-AttentionInterface.register(GROUPED, grouped_attention_forward)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+        if hasattr(attention, "longspark_inside"):
+            inside = attention.longspark_inside
+            inside.configs = [other for other in getattr(inside, "configs", ()) if other is not configs]
+            attention.longspark_calls.discard(call)
+            if not attention.longspark_calls and AttentionInterface()["sdpa"] is attention:
+                AttentionInterface.register("sdpa", attention.__wrapped__)

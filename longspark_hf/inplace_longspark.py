@@ -13,13 +13,14 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
-# Spare columns of a buffer: one in so many of those it holds, and at least so many.
+# Spare columns of a buffer when it is made: one in so many of those it holds, and at least so many. It is made anew where it
+# has twice as many.
 SPARE_ONE_IN, SPARE_COLUMNS = 16, 32
 
 
-def with_spare(columns: int) -> int:
+def with_spare(columns: int, times: int = 1) -> int:
     """Columns of a buffer that has to hold `columns` now."""
-    return columns + max(columns // SPARE_ONE_IN, SPARE_COLUMNS)
+    return columns + times * max(columns // SPARE_ONE_IN, SPARE_COLUMNS)
 
 
 class InPlaceLayer(DynamicLayer):
@@ -34,23 +35,26 @@ class InPlaceLayer(DynamicLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         """Append rows of shape `(batch_size, num_heads, num_new, head_dim)`; returns all keys and all values."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(
-                key_states, value_states, *args, **kwargs
-            )  # autograd keeps what was handed out before
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        others = self.get_seq_length() and self.keys.shape[:2] != key_states.shape[:2]
+        if torch.is_grad_enabled() or others:
+            # Autograd keeps what was handed out before. Rows that do not fit meet the stock error.
+            keys_and_values = super().update(key_states, value_states, *args, **kwargs)
+            self.forget_buffers()
+            return keys_and_values
         self.keys, self.values = self._append("keys", key_states), self._append("values", value_states)
         return self.keys, self.values
 
     def _append(self, name: str, new: torch.Tensor) -> torch.Tensor:
         held = getattr(self, name)
         length = self.get_seq_length() if held.numel() else 0
-        end = length + new.shape[2]
+        end, dtype = length + new.shape[2], torch.promote_types(held.dtype, new.dtype)
         buffer, view = self._buffers.get(name, (held, None))
+        ours = view is held and buffer.dtype == dtype
         frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()  # torch forbids to write there now
-        if view is not held or end > buffer.shape[2] or frozen:
-            buffer = held.new_empty((*new.shape[:2], with_spare(end), new.shape[3]))
+        if not ours or frozen or not end <= buffer.shape[2] <= with_spare(end, times=2):
+            buffer = held.new_empty((*new.shape[:2], with_spare(end), new.shape[3]), dtype=dtype)
             if length:
                 buffer[:, :, :length] = held
         buffer[:, :, length:end] = new
@@ -66,14 +70,29 @@ class InPlaceLayer(DynamicLayer):
             if view is before[name]:
                 self._buffers[name] = (buffer, getattr(self, name))
 
-    def reset(self) -> None:
-        """Forget all rows."""
-        self.forget_buffers()
-        super().reset()
-
     def forget_buffers(self) -> None:
         """Let go of all memory that `keys` and `values` do not hold."""
         self._buffers.clear()
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        super().reset()
+        self.forget_buffers()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Put the sequences of the batch in another order."""
+        super().reorder_cache(beam_idx)
+        self.forget_buffers()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self.forget_buffers()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences of the batch."""
+        super().batch_select_indices(indices)
+        self.forget_buffers()
 
 
 class InPlaceCache(DynamicCache):
@@ -84,8 +103,8 @@ class InPlaceCache(DynamicCache):
     Args:
         config (`PreTrainedConfig`, *optional*): Of the model, for its kinds of layers.
 
-    A forward then writes its own rows alone, where `DynamicCache` copies all of them. At most 1/16 of the columns, or 32,
-    are spare.
+    A forward without gradients then writes its own rows alone, where `DynamicCache` copies all of them. After it, an eighth
+    of the columns is spare at most, or 64.
     """
 
     def __init__(self, config: PreTrainedConfig | None = None):
@@ -104,19 +123,20 @@ def appending_in_place(cache: Cache) -> Iterator[None]:
     Args:
         cache (`Cache`): Of a target; any layers but `DynamicLayer` are left as they are.
     """
-    adopts = not getattr(cache, "offloading", False)
-    adopted = [layer for layer in cache.layers if adopts and type(layer) is DynamicLayer]
+    theirs = {id(layer) for layer in cache.layers if type(layer) is InPlaceLayer}
     replicated = cache.layer_class_to_replicate
-    for layer in adopted:
-        layer.__class__, layer._buffers = InPlaceLayer, {}
-    if adopts and replicated is DynamicLayer:
-        cache.layer_class_to_replicate = InPlaceLayer
     try:
+        if not getattr(cache, "offloading", False):
+            for layer in cache.layers:
+                if type(layer) is DynamicLayer:
+                    layer._buffers = {}
+                    layer.__class__ = InPlaceLayer
+            if replicated is DynamicLayer:
+                cache.layer_class_to_replicate = InPlaceLayer
         yield
     finally:
-        if cache.layer_class_to_replicate is not replicated:
-            cache.layer_class_to_replicate = replicated
-            adopted = [layer for layer in cache.layers if type(layer) is InPlaceLayer]
-        for layer in adopted:
-            layer.__class__ = DynamicLayer
-            del layer._buffers
+        cache.layer_class_to_replicate = replicated
+        for layer in cache.layers if replicated is not InPlaceLayer else ():
+            if id(layer) not in theirs and type(layer) in (DynamicLayer, InPlaceLayer):
+                layer.__class__ = DynamicLayer
+                vars(layer).pop("_buffers", None)

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention_longspark import GROUPED
 from .inplace_longspark import InPlaceLayer, with_spare
 
 
@@ -35,17 +34,15 @@ class RaggedLayer(DynamicLayer):
         self.is_sliding, self.is_initialized, self.device = layer.is_sliding, True, layer.keys.device
         self.keys, self.values = layer.keys, layer.values
         self.first = rows.longest - layer.keys.shape[2]
-        # Or its rows would be held too while the buffers grow.
-        layer.keys = layer.values = None
-        if isinstance(layer, InPlaceLayer):
-            layer.forget_buffers()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
         """Write the new rows of all running sequences; returns the columns that one of them may see."""
         running, _, num_new, _ = key_states.shape
         start, end = self.rows.visible_from(self.window), self.rows.longest + num_new
-        if end - self.first > self.keys.shape[2]:
-            self._grow(start, end)
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        dtypes = [torch.promote_types(buffer.dtype, new.dtype) for buffer, new in pairs]
+        if end - self.first > self.keys.shape[2] or dtypes != [self.keys.dtype, self.values.dtype]:
+            self._grow(start, end, dtypes)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             if self.rows.even:
                 buffer[:running, :, end - num_new - self.first : end - self.first] = new
@@ -55,14 +52,18 @@ class RaggedLayer(DynamicLayer):
         seen = slice(start - self.first, end - self.first)
         return self.keys[:running, :, seen], self.values[:running, :, seen]
 
-    def _grow(self, start: int, end: int) -> None:
-        size = with_spare(end - start)
-        for name in ("keys", "values"):
-            old = getattr(self, name)[:, :, start - self.first :]
-            new = old.new_zeros((*old.shape[:2], size, old.shape[3]))
+    def _grow(self, start: int, end: int, dtypes: list[torch.dtype]) -> None:
+        grown = []
+        for buffer, dtype in zip((self.keys, self.values), dtypes):
+            old = buffer[:, :, start - self.first : end - self.first]
+            new = old.new_zeros((*old.shape[:2], with_spare(end - start), old.shape[3]), dtype=dtype)
             new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
-        self.first = start
+            grown.append(new)
+        # All or nothing: there may be no memory for the second.
+        (self.keys, self.values), self.first = grown, start
+        self.stock.keys = self.stock.values = None
+        if isinstance(self.stock, InPlaceLayer):
+            self.stock.forget_buffers()
 
     def get_seq_length(self) -> int:
         return self.rows.longest
@@ -123,19 +124,29 @@ class TargetRows:
             self._padding = ~prompt_mask[:, : self.length].to(device=self.device, dtype=torch.bool)
 
     def __enter__(self) -> "TargetRows":
-        self.cache.layers = [RaggedLayer(y, self) if y.is_initialized else y for y in self.cache.layers]
-        return self
+        stock = self.cache.layers
+        try:
+            self.cache.layers = [RaggedLayer(y, self) if y.is_initialized else y for y in stock]
+            return self
+        except BaseException:
+            self.cache.layers = stock
+            raise
 
     def __exit__(self, error: Any, *_: Any) -> None:
-        self._restore_order()
-        if error is not None:
-            # What all sequences have: a user who goes on from this cache passes the rest again.
-            self.length = min([*self.ends, *self.finished.values()])
-        layers = [layer for layer in self.cache.layers if isinstance(layer, RaggedLayer)]
-        lost = any(layer.first > max(self.length - (layer.window or 0) + 1, 0) for layer in layers)
-        self.cache.layers = [y.release(self.length) if isinstance(y, RaggedLayer) else y for y in self.cache.layers]
-        if lost and error is not None:
-            self.cache.reset()
+        whole = False
+        try:
+            self._restore_order()
+            if error is not None:
+                # What all sequences have: a user who goes on from this cache passes the rest again.
+                self.length = min([*self.ends, *self.finished.values()])
+            layers = [layer for layer in self.cache.layers if isinstance(layer, RaggedLayer)]
+            lost = any(layer.first > max(self.length - (layer.window or 0) + 1, 0) for layer in layers)
+            whole = error is None or not lost
+        finally:
+            released = [y.release(self.length) if isinstance(y, RaggedLayer) else y for y in self.cache.layers]
+            self.cache.layers = released
+            if not whole:
+                self.cache.reset()
 
     def _restore_order(self) -> None:
         swaps = []
@@ -246,7 +257,7 @@ def check_rows(target: PreTrainedModel, cache: Cache) -> None:
             f"{', '.join(sorted(unfit)) or 'an offloaded cache'}. Pass one sequence at a time, or no cache."
         )
     config = target.config.get_text_config(decoder=True)
-    if config._attn_implementation not in ("sdpa", "eager", GROUPED):
+    if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"A batch with `assistant_model` needs a target with `attn_implementation` 'sdpa' or 'eager', got "
             f"'{config._attn_implementation}': its sequences progress at their own pace, which takes a mask of its own. Call "

@@ -1,9 +1,12 @@
 """Tiny random targets and scripted drafters that the whole suite shares."""
 
+import contextlib
 import inspect
+import sys
 
 import torch
 from transformers import (
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -20,10 +23,11 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM
 
 from longspark_hf import LongSparkCache, LongSparkConfig, LongSparkDrafter
-from longspark_hf.attention_longspark import GROUPED
 from longspark_hf.modeling_longspark import LongSparkDraft
 
 
@@ -74,6 +78,14 @@ MORE_TARGETS = {
         GptOssConfig, head_dim=12, num_local_experts=2, num_experts_per_tok=1, sliding_window=24
     ),
     "gpt-neox": tiny(GPTNeoXConfig, num_key_value_heads=4),  # other names for everything
+    "falcon": tiny(  # asks for the name of its attention, and computes it itself
+        FalconConfig,
+        new_decoder_architecture=True,
+        alibi=False,
+        ffn_hidden_size=64,
+        num_kv_heads=4,
+        num_key_value_heads=4,
+    ),
     "llama-one-layer": tiny(LlamaConfig, num_hidden_layers=1),
     "llama-yarn": tiny(
         LlamaConfig,
@@ -179,15 +191,39 @@ def scripted_drafter(target, script: torch.Tensor | list, wrong_at: list[int] | 
 
 def left_on(target) -> list[str]:
     """
-    What of ours is still on a target: hooks, attributes shadowing methods, the attention of a verification pass.
-    (transformers keeps hooks of its own.)
+    What of ours is still on a target: hooks, attributes shadowing methods, and the attention of a verification pass behind
+    "sdpa". (transformers keeps hooks of its own.)
     """
-    attention = target.config.get_text_config(decoder=True)._attn_implementation
-    left = [attention] if attention == GROUPED else []
+    left = [] if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward else ["sdpa"]
     for name, module in target.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         left += [name for hook in hooks if getattr(hook, "__module__", "").startswith("longspark_hf")]
     return left + [name for name in vars(target) if callable(getattr(type(target), name, None))]
+
+
+@contextlib.contextmanager
+def interrupted(function, line: int):
+    """
+    Ctrl-C in the `line`-th line that runs in a function, or in what it wraps; nothing once the yielded function is called.
+    """
+    code, left = inspect.unwrap(function).__code__, [line]
+
+    def trace(frame, event, _):
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: sys.settrace(before)
+    finally:
+        sys.settrace(before)
 
 
 # The cache argument and output of this transformers version: renamed in 5.24.

@@ -1,5 +1,7 @@
 """Batches: every sequence of `target.generate(**batch, assistant_model=drafter)` is what it would be alone."""
 
+import contextlib
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -15,7 +17,10 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.streamers import BaseStreamer
+
+from longspark_hf.rows_longspark import RaggedLayer, TargetRows
 
 from .targets import (
     CACHE,
@@ -24,6 +29,7 @@ from .targets import (
     VOCAB_SIZE,
     build,
     cache_of,
+    interrupted,
     left_on,
     random_drafter,
     scripted_drafter,
@@ -424,6 +430,116 @@ def test_a_users_cache_is_good_after_an_error(built, answers, name, size):
             generate(target, batch, drafter, stopping_criteria=stop, **{CACHE: cache})
         output = generate(target, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=8, **{CACHE: cache})
         assert torch.equal(output[:, ids.shape[1] :], torch.stack(truth[:size])[:, 15:23])
+
+
+@pytest.mark.parametrize("line", range(1, 20))
+def test_an_interrupt_on_the_way_into_rows_leaves_the_cache(qwen3, line):
+    cache = DynamicCache(config=qwen3.config)
+    qwen3(torch.randint(2, 90, (2, 9)), **{CACHE: cache})
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    with contextlib.suppress(KeyboardInterrupt), interrupted(TargetRows.__enter__, line) as stop:
+        with TargetRows(qwen3, cache):
+            stop()
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert type(layer) is DynamicLayer
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize("fails", ["arrange", "second buffer"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_no_memory_in_the_target_cache_leaves_a_good_one(built, answers, name, fails, monkeypatch):
+    target = built(name)
+    batch, prompts, truth = answers(name, 3)
+    cache, drafter = DynamicCache(config=target.config), make_drafter("mixed", target, prompts, truth)
+    if fails == "arrange":
+        # One sequence ends early and steps aside; on the way out it cannot be put back.
+        stop, original = [], RaggedLayer.arrange
+
+        def arrange(layer, swaps):
+            if swaps and stop:
+                raise torch.OutOfMemoryError("no memory")
+            return original(layer, swaps)
+
+        monkeypatch.setattr(RaggedLayer, "arrange", arrange)
+        monkeypatch.setattr(TargetRows, "_restore_order", swapping(TargetRows._restore_order, stop))
+    else:
+        # A layer makes new buffers that begin later, and there is memory for one of them only.
+        grow, new_zeros, made = RaggedLayer._grow, torch.Tensor.new_zeros, []
+
+        def growing(layer, start, *args):
+            made.append(0 if start > layer.first or name == "qwen3" else -9)
+            return grow(layer, start, *args)
+
+        def making(tensor, *args, **kwargs):
+            made[-1] += 1
+            if made[-1] == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return new_zeros(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(RaggedLayer, "_grow", growing)
+        monkeypatch.setattr(torch.Tensor, "new_zeros", making)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        ends = {"eos_token_id": int(truth[0][4])} if fails == "arrange" else {}
+        generate(target, batch, drafter, max_new_tokens=NEW, **ends, **{CACHE: cache})
+    monkeypatch.undo()
+    assert {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    if cache.get_seq_length():  # what is there is what plain `generate` has: the longest prompt has no padding
+        alone = torch.cat([prompts[2], truth[2]])[None, : cache.get_seq_length()]
+        plain = DynamicCache(config=target.config)
+        target(alone, **{CACHE: plain})
+        for layer, expected in zip(cache.layers, plain.layers, strict=True):
+            held = min(layer.keys.shape[2], expected.keys.shape[2])
+            torch.testing.assert_close(layer.keys[2:, :, -held:], expected.keys[:, :, -held:], atol=1e-4, rtol=1e-4)
+    # One token more than the cache still holds: a plain call goes on from there.
+    known = max(int(cache.get_seq_length()) + 1 - batch["input_ids"].shape[1], 0)
+    said = torch.stack(truth)[:, :known]
+    ids = torch.cat([batch["input_ids"], said], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(said)], dim=1)
+    output = generate(target, {"input_ids": ids, "attention_mask": mask}, max_new_tokens=4, **{CACHE: cache})
+    assert torch.equal(output[:, ids.shape[1] :], torch.stack(truth)[:, known : known + 4])
+
+
+def swapping(restore, stop):
+    """A [`TargetRows._restore_order`] that says when it begins."""
+
+    def restoring(rows):
+        stop.append(1)
+        return restore(rows)
+
+    return restoring
+
+
+def test_an_interrupt_in_the_prefill_of_a_filled_sliding_cache(built):
+    target = built("gemma3")
+    ids = torch.randint(2, 90, (1, 60))
+    cache = DynamicCache(config=target.config)
+    generate(target, {"input_ids": ids[:, :50]}, max_new_tokens=1, **{CACHE: cache})
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = target.get_decoder().layers[4].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(target, {"input_ids": ids}, random_drafter(target), max_new_tokens=4, **{CACHE: cache})
+    handle.remove()
+    expected = generate(target, {"input_ids": ids}, max_new_tokens=8)
+    assert torch.equal(generate(target, {"input_ids": ids}, max_new_tokens=8, **{CACHE: cache}), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_kept_of_a_pass_does_not_hold_the_whole_pass(qwen3, size):
+    held = []
+
+    class Watching(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            held.append(max(row.untyped_storage().nbytes() for row in scores))
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    batch, _ = make_batch(size)
+    criteria = StoppingCriteriaList([Watching()])
+    options = {"stopping_criteria": criteria, "return_dict_in_generate": True, "output_scores": True}
+    generate(qwen3, batch, random_drafter(qwen3), **options)
+    assert set(held) == {4 * VOCAB_SIZE}
 
 
 def test_positions_on_several_axes_keep_their_distance(built, answers, monkeypatch):

@@ -1,5 +1,6 @@
 """The cache that appends in place: the rows of a stock one, without copying them in every forward."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,9 +11,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from longspark_hf import InPlaceCache
-from longspark_hf.inplace_longspark import InPlaceLayer
+from longspark_hf.inplace_longspark import InPlaceLayer, appending_in_place
 
-from .targets import CACHE, FULL_ATTENTION, TARGETS, cache_of, random_drafter
+from .targets import CACHE, FULL_ATTENTION, TARGETS, cache_of, interrupted, random_drafter
 
 
 STEPS = st.one_of(
@@ -28,7 +29,7 @@ STEPS = st.one_of(
 def test_it_holds_what_a_stock_layer_holds(steps, in_inference_mode):
     ours, stock = InPlaceLayer(), DynamicLayer()
     for number, (what, argument) in enumerate(steps):
-        with torch.inference_mode(in_inference_mode and number % 2 == 0):
+        with torch.no_grad(), torch.inference_mode(in_inference_mode and number % 2 == 0):
             if what == "update":
                 new = [torch.randn(2, 3, argument, 4) for _ in range(2)]
                 for mine, theirs in zip(ours.update(*new), stock.update(*new), strict=True):
@@ -51,6 +52,7 @@ def test_it_holds_what_a_stock_layer_holds(steps, in_inference_mode):
             assert torch.equal(ours.keys, stock.keys) and torch.equal(ours.values, stock.values)
 
 
+@torch.no_grad()
 def test_rows_are_written_where_they_stay_and_little_is_spare():
     layer = InPlaceLayer()
     layer.update(torch.randn(1, 2, 2000, 4), torch.randn(1, 2, 2000, 4))
@@ -61,6 +63,80 @@ def test_rows_are_written_where_they_stay_and_little_is_spare():
         places.add(layer.keys.data_ptr())
         assert layer.keys.untyped_storage().nbytes() <= 9 / 8 * layer.keys.nbytes
     assert len(places) <= 3
+
+
+def held_and_needed(layer):
+    """Bytes that a layer keeps alive, and those of its rows."""
+    tensors = [layer.keys, layer.values, *(t for pair in layer._buffers.values() for t in pair)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()), layer.keys.nbytes + layer.values.nbytes
+
+
+@pytest.mark.parametrize("change", ["crop", "select", "reorder", "repeat"])
+@torch.no_grad()
+def test_memory_that_is_no_longer_needed_is_given_back(change):
+    layer = InPlaceLayer()
+    layer.update(torch.randn(8, 2, 2000, 4), torch.randn(8, 2, 2000, 4))
+    if change == "crop":
+        layer.crop(-1500)
+        layer.update(torch.randn(8, 2, 1, 4), torch.randn(8, 2, 1, 4))
+    elif change == "select":
+        layer.batch_select_indices(torch.tensor([0]))
+    elif change == "reorder":
+        layer.reorder_cache(torch.arange(8))
+    else:
+        layer.batch_repeat_interleave(2)
+    held, needed = held_and_needed(layer)
+    assert held <= 9 / 8 * needed
+
+
+@torch.no_grad()
+def test_another_dtype_is_promoted_as_a_stock_layer_does():
+    for first, then in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        ours, stock = InPlaceLayer(), DynamicLayer()
+        for dtype in (first, then):
+            rows = torch.randn(1, 2, 5, 4).to(dtype)
+            for mine, theirs in zip(ours.update(rows, rows), stock.update(rows, rows), strict=True):
+                assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("with_drafter", [False, True])
+@pytest.mark.parametrize("cache_class", [DynamicCache, InPlaceCache])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_turn_in_another_precision_goes_on(qwen3, prompt, with_drafter, cache_class, batch_size):
+    prompt = prompt.expand(batch_size, -1)
+    drafter = {"assistant_model": random_drafter(qwen3)} if with_drafter else {}
+    for first in (True, False):
+        cache, options = cache_class(config=qwen3.config), {"do_sample": False, "max_new_tokens": 12}
+        with torch.autocast("cpu", torch.bfloat16, enabled=first):
+            answer = qwen3.generate(prompt, **options, **drafter, **{CACHE: cache})
+        longer = torch.cat([answer, prompt[:, :5]], dim=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not first):
+            after = qwen3.generate(longer, **options, **drafter, **{CACHE: cache})
+        assert after.shape[1] == longer.shape[1] + 12
+
+
+@torch.no_grad()
+def test_rows_of_another_batch_size_are_refused_as_by_a_stock_layer():
+    ours, stock = InPlaceLayer(), DynamicLayer()
+    for layer in (ours, stock):
+        layer.update(torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            layer.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
+        assert layer.get_seq_length() == 5
+
+
+def test_gradients_flow_through_queries_alone():
+    queries = torch.randn(1, 1, 3, 2, requires_grad=True)
+    layer = InPlaceLayer()
+    layer.update(torch.randn(1, 1, 40, 2), torch.randn(1, 1, 40, 2))
+    total = 0
+    for _ in range(3):
+        rows = torch.randn(1, 1, 3, 2)
+        keys, _ = layer.update(rows, rows)
+        total = total + (queries @ keys.transpose(-1, -2)).sum()
+    total.backward()
+    assert queries.grad is not None
 
 
 def test_gradients_flow_through_rows_handed_out_before():
@@ -124,6 +200,16 @@ def test_stock_layers_come_back_after_an_error(qwen3, prompt):
         assert {type(layer) for layer in cache.layers} == {DynamicLayer}
         assert cache.layer_class_to_replicate in (None, DynamicLayer)
         assert not any("_buffers" in vars(layer) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("line", range(1, 25))
+def test_an_interrupt_while_layers_are_adopted_leaves_stock_ones(qwen3, line):
+    cache = DynamicCache(config=qwen3.config)
+    with contextlib.suppress(KeyboardInterrupt), interrupted(appending_in_place, line) as stop:
+        with appending_in_place(cache):
+            stop()
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+    assert not any("_buffers" in vars(layer) for layer in cache.layers)
 
 
 def test_our_loop_does_not_copy_the_rows_it_finds(qwen3, prompt, monkeypatch):

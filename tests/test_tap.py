@@ -11,8 +11,9 @@ from .targets import CACHE, MORE_TARGETS, TARGETS, cache_of, random_drafter, scr
 def recompute(target, ids, layer_ids, first=0):
     """Boundary rows, and all key/value rows, of one plain pass over `ids`, read independently of the tap."""
     hidden, decoder = {}, target.get_decoder()
+    layers = getattr(decoder, "layers", None) or decoder.h  # Falcon's name
     handles = [
-        decoder.layers[i].register_forward_hook(
+        layers[i].register_forward_hook(
             lambda m, a, out, i=i: hidden.__setitem__(i, out[0] if isinstance(out, tuple) else out)
         )
         for i in layer_ids
@@ -22,8 +23,10 @@ def recompute(target, ids, layer_ids, first=0):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     target(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     [handle.remove() for handle in handles]
-    norm = next(getattr(decoder, n) for n in ("norm", "final_layernorm", "final_layer_norm") if hasattr(decoder, n))
-    last = len(decoder.layers) - 1
+    norm = next(
+        getattr(decoder, n) for n in ("norm", "final_layernorm", "final_layer_norm", "ln_f") if hasattr(decoder, n)
+    )
+    last = len(layers) - 1
     boundary = [norm(hidden[i]) if i == last else hidden[i] for i in layer_ids]
     rows = [(cache.layers[i].keys[:, :, first:], cache.layers[i].values[:, :, first:]) for i in layer_ids]
     return torch.stack([state[:, -1] for state in boundary], dim=1), rows

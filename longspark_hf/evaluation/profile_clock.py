@@ -75,8 +75,6 @@ class RoundProfiler:
         self.rounds: list[Round] = []
         self.cache: Cache | None = None
         self._cache_name = cache_argument(target)
-        self._config = target.config.get_text_config(decoder=True)
-        self._attention = self._config._attn_implementation
         self._round: Round | None = None
         self._parts: list[str] = []
         self._since = 0.0
@@ -159,16 +157,12 @@ class RoundProfiler:
         return whole
 
     def _plain_step(self, token_ids: torch.LongTensor) -> float:
-        cache, ours = {self._cache_name: self.cache}, self._config._attn_implementation
+        cache = {self._cache_name: self.cache}
         position_ids = torch.full_like(token_ids, int(self.cache.get_seq_length()))
-        self._config._attn_implementation = self._attention  # a call with a drafter may choose another
-        try:
-            synchronize(self.device)
-            start = time.perf_counter()
-            self.target(token_ids, position_ids=position_ids, use_cache=True, **cache)
-            synchronize(self.device)
-            milliseconds = 1e3 * (time.perf_counter() - start)
-            self.cache.crop(-1)
-        finally:
-            self._config._attn_implementation = ours
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.target(token_ids, position_ids=position_ids, use_cache=True, **cache)
+        synchronize(self.device)
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        self.cache.crop(-1)
         return milliseconds
