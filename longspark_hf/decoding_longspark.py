@@ -212,11 +212,13 @@ class AssistedDecoding:
         return self.target(**inputs, return_dict=True)
 
     def _take_back(self) -> None:
-        """After an error: a cache of the user's keeps what was committed, and no draft."""
-        for layer in self.cache.layers:
-            if layer.is_initialized and layer.is_croppable:
-                with contextlib.suppress(Exception):  # the error on its way says more
+        """After an error: a cache of the user's keeps what was committed, and no draft; nothing where a layer cannot go back."""
+        try:
+            for layer in self.cache.layers:
+                if layer.is_initialized and layer.is_croppable:
                     layer.crop(-max(int(layer.get_seq_length()) - self.columns, 0))
+        except Exception:  # the error on its way says more
+            self.cache.reset()
 
     def _mask(self, num_new: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         if self.rows is not None:

@@ -53,11 +53,11 @@ class CallOutputs:
         """
         for name in self.wanted:
             if name == "scores":
-                one = scores[place, index]
+                one = scores[place, index].clone()  # a view would keep the whole pass
             elif name == "logits":
-                one = logits[place, index]
+                one = logits[place, index].clone()
             elif name == "hidden_states":
-                one = tuple(layer[place, None, index] for layer in outputs.hidden_states)
+                one = tuple(layer[place, None, index].clone() for layer in outputs.hidden_states)
             else:
                 later = logits.shape[1] - 1 - index
                 layers = zip(outputs.attentions, self.cache.layers)
@@ -66,10 +66,10 @@ class CallOutputs:
 
     def _attention(self, weights: torch.Tensor, layer: Any, index: int, later: int) -> torch.Tensor:
         if self.cache.is_compileable:  # a static cache shows all it has
-            return weights[0, :, index : index + 1]
+            return weights[0, :, index : index + 1].clone()
         end = weights.shape[-1] - later  # without later drafts, and what had left the window by then
         start = max(end - layer.sliding_window, 0) if layer.is_sliding else 0
-        return weights[0, :, index : index + 1, start:end]
+        return weights[0, :, index : index + 1, start:end].clone()
 
     def scores(self, b: int, batch_size: int) -> tuple[torch.Tensor, ...] | None:
         """Scores so far of a sequence, in every place of a batch, for criteria that read them."""
