@@ -348,10 +348,11 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
 
         Args:
             mode (`str`, *optional*): As for `torch.compile`; `"reduce-overhead"` replays CUDA graphs on a GPU.
-            options (`Any`): Further arguments of `torch.compile`, such as `backend`.
+            options (`Any`): Further arguments of `torch.compile`, such as `backend`, or `fullgraph=True`: the pass is one
+                graph, and then an error where torch has compiled too many variants of it, which else run as they are.
         """
         if self._compiled_trunk is None:
-            self._compiled_trunk = torch.compile(self._trunk, fullgraph=True, mode=mode, **options)
+            self._compiled_trunk = torch.compile(self._trunk, mode=mode, **options)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is compiled belongs to these weights: a copy that kept it would draft with them. As for `nn.Module.compile`.

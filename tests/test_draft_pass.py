@@ -53,7 +53,7 @@ def test_compiled_drafts_are_the_same(built, prompt, name, size):
     prompts = torch.cat([prompt.roll(shift, dims=1) for shift in range(size)])
     drafter = small_drafter(target)
     compiled = copy.deepcopy(drafter)
-    compiled.compile_draft(backend=counter)
+    compiled.compile_draft(backend=counter, fullgraph=True)
 
     answers, stats = [], []
     for one in (drafter, compiled):
@@ -70,7 +70,7 @@ def test_compiled_pass_has_the_same_logits(options):
     drafter, target = make_drafter(**options), make_target()
     views = fill(drafter)
     expected = drafter.draft(*views, target)
-    drafter.compile_draft(backend="eager")
+    drafter.compile_draft(backend="eager", fullgraph=True)
     draft = drafter.draft(*views, target)
     assert torch.equal(draft.logits, expected.logits) and torch.equal(draft.token_ids, expected.token_ids)
 
@@ -78,7 +78,7 @@ def test_compiled_pass_has_the_same_logits(options):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_growing_context_does_not_compile_again(qwen3, prompt, do_sample):
     drafter, counter = small_drafter(qwen3), CompileCounter()
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     generate(qwen3, prompt, drafter, max_new_tokens=8, do_sample=do_sample)  # the window is not full yet
     assert counter.frame_count == 1
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -89,17 +89,28 @@ def test_growing_context_does_not_compile_again(qwen3, prompt, do_sample):
 
 def test_batches_of_any_size_compile_a_few_times(qwen3, prompt):
     drafter, counter = small_drafter(qwen3), CompileCounter()
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     for size in (1, 2, 3, 5, 7, 2, 1):
         generate(qwen3, prompt.expand(size, -1), drafter, max_new_tokens=8, do_sample=False)
     assert counter.frame_count <= 3, "one sequence, the first batch, any batch"
 
 
+def test_more_variants_than_torch_compiles_run_as_they_are():
+    drafter, target = make_drafter(), make_target()
+    views = fill(drafter)
+    expected = drafter.draft(*views, target).token_ids
+    drafter.compile_draft(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        drafter.draft(*views, target)
+        drafter.train()  # another variant
+        assert torch.equal(drafter.draft(*views, target).token_ids, expected)
+
+
 def test_compiling_again_changes_nothing(qwen3, prompt):
     drafter, counter = small_drafter(qwen3), CompileCounter()
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     generate(qwen3, prompt, drafter, max_new_tokens=8)
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     generate(qwen3, prompt, drafter, max_new_tokens=8)
     assert counter.frame_count == 1
 
@@ -107,7 +118,7 @@ def test_compiling_again_changes_nothing(qwen3, prompt):
 def test_compiled_drafter_is_saved_and_moved_like_any_other(qwen3, prompt, tmp_path):
     drafter, counter = small_drafter(qwen3), CompileCounter()
     names, parameters = list(drafter.state_dict()), len(list(drafter.parameters()))
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     generate(qwen3, prompt, drafter, max_new_tokens=8)
 
     assert list(drafter.state_dict()) == names and len(list(drafter.parameters())) == parameters
@@ -122,7 +133,7 @@ def test_compiled_drafter_is_saved_and_moved_like_any_other(qwen3, prompt, tmp_p
 def test_copy_of_a_compiled_drafter_drafts_with_its_own_weights():
     drafter, target = make_drafter(), make_target()
     views = fill(drafter)
-    drafter.compile_draft(backend="eager")
+    drafter.compile_draft(backend="eager", fullgraph=True)
     before = drafter.draft(*views, target).logits
     other = copy.deepcopy(drafter)
     with torch.no_grad():
@@ -131,14 +142,14 @@ def test_copy_of_a_compiled_drafter_drafts_with_its_own_weights():
     changed = other.draft(*views, target).logits
     assert not torch.allclose(changed, before)
     assert torch.equal(drafter.draft(*views, target).logits, before)
-    other.compile_draft(backend="eager")
+    other.compile_draft(backend="eager", fullgraph=True)
     assert torch.equal(other.draft(*views, target).logits, changed)
 
 
 def test_weights_changed_after_compiling_are_seen():
     drafter, target = make_drafter(), make_target()
     views = fill(drafter)
-    drafter.compile_draft(backend="eager")
+    drafter.compile_draft(backend="eager", fullgraph=True)
     drafter.draft(*views, target)
     drafter.load_state_dict(make_drafter(seed=9).state_dict())
     expected = make_drafter(seed=9).draft(*views, target).logits
@@ -148,7 +159,7 @@ def test_weights_changed_after_compiling_are_seen():
 def test_training_does_not_run_the_compiled_pass():
     drafter, target, counter = make_drafter(), make_target(), CompileCounter()
     expected = drafter(**training_batch(drafter), target=target).loss
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     loss = drafter.train()(**training_batch(drafter), target=target).loss
     loss.backward()
     assert counter.frame_count == 0 and torch.equal(loss, expected)
@@ -159,7 +170,7 @@ def test_drafter_of_remote_code_compiles(qwen3, prompt, tmp_path):
     small_drafter(qwen3).save_pretrained(tmp_path)
     drafter = AutoModel.from_pretrained(tmp_path, trust_remote_code=True).eval()
     counter = CompileCounter()
-    drafter.compile_draft(backend=counter)
+    drafter.compile_draft(backend=counter, fullgraph=True)
     assert torch.equal(generate(qwen3, prompt, drafter, do_sample=False), generate(qwen3, prompt, do_sample=False))
     assert counter.frame_count == 1
 
@@ -174,7 +185,7 @@ def test_bf16_drafter_beside_an_fp32_target_leaves_its_output(built, prompt, nam
     prompts = torch.cat([prompt.roll(shift, dims=1) for shift in range(size)])
     drafter = small_drafter(target).to(torch.bfloat16)
     if compiled:
-        drafter.compile_draft(backend="eager")
+        drafter.compile_draft(backend="eager", fullgraph=True)
     output = generate(target, prompts, drafter, do_sample=False)
     assert torch.equal(output, generate(target, prompts, do_sample=False))
     assert drafter.stats.rounds > 0
