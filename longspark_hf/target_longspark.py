@@ -124,8 +124,10 @@ def _target_rotary(module: nn.Module, layer_types: list[str] | None, config: Lon
     @torch.no_grad()
     def rotary(hidden_states: torch.Tensor, position_ids: torch.Tensor, draft_layer: int):
         extra = {"layer_type": layer_types[config.target_layer_ids[draft_layer]]} if by_layer_type else {}
+        if hasattr(module, "mrope_section"):  # text has the same position on all three axes
+            position_ids = position_ids.expand(3, *position_ids.shape)
         cos, sin = forward(module, hidden_states, position_ids, **extra)
-        if cos.ndim == 4:  # one copy per axis of a multimodal rotary; text has the same position on all of them
+        if cos.ndim == 4:  # one copy per axis of a multimodal rotary
             cos, sin = cos[0], sin[0]
         if each_angle_once:
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
