@@ -16,6 +16,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from .linear_longspark import few_rows
 from .outputs_longspark import CallOutputs
 from .rows_longspark import TargetRows
 from .schedule_longspark import DraftSchedule
@@ -209,7 +210,8 @@ class AssistedDecoding:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_new
-        return self.target(**inputs, return_dict=True)
+        with few_rows():
+            return self.target(**inputs, return_dict=True)
 
     def _take_back(self) -> None:
         """After an error: a cache of the user's keeps what was committed, and no draft; nothing where a layer cannot go back."""

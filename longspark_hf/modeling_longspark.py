@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from .cache_longspark import LongSparkCache, LongSparkCacheLayer
 from .configuration_longspark import LongSparkConfig
 from .generation_longspark import LongSparkAssistant
+from .linear_longspark import few_rows
 from .loss_longspark import at_least_fp32, slot_weights, weighted_loss
 from .repository_longspark import LongSparkRepository
 from .target_longspark import BorrowedTarget, call_borrowed, config_rotary
@@ -373,6 +374,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         return base_logits.to(device=self.device, dtype=dtype) + bias.to(dtype)
 
     @torch.no_grad()
+    @few_rows()
     def draft(
         self,
         anchor_ids: torch.LongTensor,

@@ -191,10 +191,11 @@ def scripted_drafter(target, script: torch.Tensor | list, wrong_at: list[int] | 
 
 def left_on(target) -> list[str]:
     """
-    What of ours is still on a target: hooks, attributes shadowing methods, and the attention of a verification pass behind
-    "sdpa". (transformers keeps hooks of its own.)
+    What of ours is still on a target: hooks, attributes shadowing methods, and the attention and products of a verification
+    pass behind "sdpa" and `linear`. (transformers keeps hooks of its own.)
     """
     left = [] if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward else ["sdpa"]
+    left += [] if torch.nn.functional.linear is torch._C._nn.linear else ["linear"]
     for name, module in target.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         left += [name for hook in hooks if getattr(hook, "__module__", "").startswith("longspark_hf")]

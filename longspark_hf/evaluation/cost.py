@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from longspark_hf import InPlaceCache, LongSparkConfig, LongSparkDrafter
 from longspark_hf.attention_longspark import grouped_attention
 from longspark_hf.compat import cache_argument
+from longspark_hf.linear_longspark import few_rows
 from longspark_hf.target_longspark import BorrowedTarget
 
 from .demo import PutTimer, build_prompts
@@ -85,14 +86,18 @@ def verify_rows(target: PreTrainedModel, repeats: int) -> list[dict[str, Any]]:
     for context in VERIFY_CONTEXTS:
         say(f"verification at {context} rows")
         ids = torch.randint(0, target.config.vocab_size, (1, max(VERIFY_TOKENS)))
-        kinds = {"stock": DynamicCache, "in_place": InPlaceCache, "in_place_grouped": InPlaceCache}
+        kinds = {"stock": DynamicCache, "in_place": InPlaceCache, "grouped": InPlaceCache, "ours": InPlaceCache}
         caches = {kind: cache_class(config=target.config) for kind, cache_class in kinds.items()}
         for index, held in enumerate(held_caches(target, [context])["stock", context].layers):
             for cache in caches.values():
                 cache.update(held.keys, held.values, index)
 
         def verify(kind: str, num_tokens: int, caches: dict[str, Cache] = caches, ids: torch.Tensor = ids) -> None:
-            with grouped_attention(target) if kind == "in_place_grouped" else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if kind in ("grouped", "ours"):
+                    stack.enter_context(grouped_attention(target))
+                if kind == "ours":
+                    stack.enter_context(few_rows())
                 target(ids[:, :num_tokens], **{name: caches[kind]})
             caches[kind].crop(-num_tokens)
 

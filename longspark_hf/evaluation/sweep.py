@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from longspark_hf import LongSparkConfig
 from longspark_hf.attention_longspark import grouped_attention
 from longspark_hf.compat import cache_argument
+from longspark_hf.linear_longspark import few_rows
 from longspark_hf.target_longspark import check_config_fit
 from longspark_hf.training.journal import ResumableJsonl
 
@@ -185,7 +186,10 @@ class Measurement:
     @torch.no_grad()
     def _verify(self, kind: str, context: int, num_tokens: int) -> None:
         ids = torch.ones(1, num_tokens, dtype=torch.long, device=self.device)
-        with grouped_attention(self.target) if kind == "in_place" else nullcontext():
+        with ExitStack() as stack:
+            if kind == "in_place":
+                stack.enter_context(grouped_attention(self.target))
+                stack.enter_context(few_rows())
             self.target(ids, **{self.cache_argument: self.caches[kind, context]}, use_cache=True)
 
     def one_pass(self) -> dict[str, float]:
