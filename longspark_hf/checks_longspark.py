@@ -29,14 +29,12 @@ class Call:
         past (`int`): Rows in it.
         start (`int`): Tokens of prompt and cache together.
         has_all_ids (`bool`): Whether `input_ids` repeats what is cached.
-        has_full_prompt (`bool`): Whether the cached part could be processed again.
     """
 
     target_cache: Cache
     past: int
     start: int
     has_all_ids: bool
-    has_full_prompt: bool
 
 
 def check_call(
@@ -110,7 +108,7 @@ def check_call(
         )
     start = length if has_full_prompt else past + length
     _check_rotary(target, start, start + generation_config.max_length - input_ids.shape[1])
-    return Call(target_cache, past, start, has_all_ids, has_full_prompt)
+    return Call(target_cache, past, start, has_all_ids)
 
 
 def _check_outputs(

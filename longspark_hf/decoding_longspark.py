@@ -91,7 +91,6 @@ class AssistedDecoding:
         self.blind = all(processor.blind for processor in self.processors)
         self.by_value = all(type(processor) in VALUE_PROCESSORS for processor in logits_processor)
         self.demanding = any(processor.demanding for processor in self.processors)
-        self.budget = generation_config.max_length - self.prompt_length
         self._read_criteria(stopping_criteria)
         self.needs_ids = bool(self.criteria) or not self.blind
         self.stats = LongSparkStats(accepted_by_position=[0] * drafter.config.block_size)
@@ -118,14 +117,16 @@ class AssistedDecoding:
         # With such a rule plain `generate` pads sequences that ended; without, they go on until all have.
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.ends_at_once = pads or self.batch_size == 1
-        self.criteria = []
+        self.criteria, lengths = [], []
         for criterion in stopping_criteria:
             if isinstance(criterion, EosTokenCriteria):
                 self.eos |= set(criterion.eos_token_id.flatten().tolist())
             elif isinstance(criterion, MaxLengthCriteria):
-                self.budget = min(self.budget, criterion.max_length - self.prompt_length)
+                lengths.append(criterion.max_length)
             else:
                 self.criteria.append(criterion)
+        # A user's rule takes the place of the one that `generate` makes, and may be the longer one.
+        self.budget = min(lengths, default=self.config.max_length) - self.prompt_length
         self.budget = max(self.budget, 1)  # the token that follows from the prefill is said before any rule is asked
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
@@ -191,10 +192,13 @@ class AssistedDecoding:
             mask = self.model_kwargs.get("attention_mask")
             last = (torch.tensor(int(self.cache.get_seq_length())) if mask is None else mask.sum(dim=1)) - 1
         self.positions = last.expand(self.batch_size).to(self.device) + 1  # of the anchors
+        # No draft is committed beyond, where the rotary embedding of all sequences could be another one.
+        self.last_positions = self.positions + self.budget - 1
 
     def _verify(self, token_ids: torch.LongTensor) -> Any:
         num_new = token_ids.shape[1]
         position_ids = self.positions[:, None] + torch.arange(num_new, device=self.device)
+        position_ids = torch.minimum(position_ids, self.last_positions[self.running, None])
         if self.axes is not None:
             position_ids = position_ids + self.axes[:, self.running, None]
         kwargs = {name: value for name, value in self.model_kwargs.items() if name not in PROMPT_KWARGS}
@@ -262,7 +266,7 @@ class AssistedDecoding:
             do_sample=self.samples_drafts,
             logits_processor=[functools.partial(self._process_draft, processor) for processor in self.processors],
             input_ids=self.anchors[:, None] if self.processors else None,
-            ends_before=self._is_eos if self.demanding else None,
+            ends_behind=self._is_eos if self.demanding else None,
             by_value=self.by_value,
         )
         if self.confidence and draft.token_ids.shape[1]:
@@ -327,7 +331,7 @@ class AssistedDecoding:
         finite, draft_logits = torch.ones_like(lengths), None
         if draft is not None:
             finite = draft.finite.to(self.device).long()
-            lengths = draft.possible.to(self.device).long().cumprod(dim=1).sum(dim=1) * finite
+            lengths = draft.possible.to(self.device).long().cumprod(dim=1).sum(dim=1)
             draft_logits = self._proposal(draft) if self.config.do_sample else None
         scores, agreed = self._judge(draft_ids, draft_logits, logits)
         counts = torch.arange(draft_ids.shape[1], device=self.device) < lengths[:, None]
@@ -356,8 +360,8 @@ class AssistedDecoding:
             if self.rows is not None:
                 self.rows.commit(kept)
             else:
+                self.columns += kept[0]  # first: what Ctrl-C leaves half cropped is cropped to it
                 self.cache.crop(kept[0] - tokens.shape[1])
-                self.columns += kept[0]
             self.positions = self.positions + number
         return tokens.gather(1, number[:, None] - 1)[:, 0]
 
@@ -393,7 +397,8 @@ class AssistedDecoding:
                     q = None if draft_logits is None else draft_logits[:, at]
                     u = None if uniform is None else uniform[:, at]
                     agreed[:, at] = agreement(draft_ids[:, at], scores[:, at], q, u)
-                    places = [place for place in places if bool(agreed[place, position])]
+                    kept = agreed[:, position].tolist()
+                    places = [p for p in places if kept[p] and int(draft_ids[p, position]) not in self.eos]
                     if not places:
                         break
             if self.demanding:

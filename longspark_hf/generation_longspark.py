@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .attention_longspark import grouped_attention
@@ -136,6 +137,8 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         if num_tokens <= 0 or not self._drafting or not self.stopping_rules.allow_drafts:
             return input_ids, None
         ends_before = self._ends_before() if self._demanding or self.stopping_rules else None
+        # A draft that ends before some sampled tokens is no sample: the likeliest are then proposed.
+        samples = self._samples and (ends_before is None or config.assistant_ensemble_weight is not None)
         if not self.stopping_rules.allow_drafts:
             return input_ids, None
 
@@ -150,7 +153,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
             state,
             self.borrowed,
             num_tokens=num_tokens,
-            do_sample=self._samples,
+            do_sample=samples,
             logits_processor=self.logits_processor,
             input_ids=input_ids,
             ends_before=ends_before,
@@ -165,7 +168,7 @@ class LongSparkCandidateGenerator(CandidateGenerator):
         num_tokens = possible.index(False) if False in possible else len(possible)
         candidates = torch.cat([input_ids, draft.token_ids[:, :num_tokens].to(input_ids.device)], dim=1)
         # Without logits the loop compares with its own samples, which is right for the likeliest tokens.
-        with_logits = num_tokens > 0 and (self._samples or config.assistant_ensemble_weight is not None)
+        with_logits = num_tokens > 0 and (samples or config.assistant_ensemble_weight is not None)
         return candidates, draft.logits[:, :num_tokens] if with_logits else None
 
     def _ends_before(self) -> Callable[[torch.LongTensor], bool]:
@@ -339,12 +342,9 @@ class LongSparkAssistant:
         if call.past == 0:
             return fresh
         if not holds_rows_from(target_cache, self.config, covered):
-            if call.has_full_prompt:
-                target_cache.reset()
-                return fresh
             logger.warning_once(
                 "The cache no longer holds all rows of the drafter's sliding layers; its summary starts at the oldest row "
-                "held. Output is not affected; drafts may be accepted less often. Pass the whole conversation to avoid it."
+                "held. Output is not affected; drafts may be accepted less often."
             )
         absorb_held_rows(target_cache, state, self.config, covered, kwargs.get("attention_mask"))
         if not stock:
@@ -414,13 +414,24 @@ def _wrap_validation(original: Callable[..., Any]) -> Callable[..., Any]:
     ):
         check = getattr(generation_mode_kwargs.get("assistant_model"), "check_target", None)
         if check is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
-            check(self)
+            try:
+                check(self)
+            except BaseException:
+                _end(generation_mode_kwargs.get("streamer"))
+                raise
             # Several sequences of a prompt are a batch, which assisted generation refuses where it is not ours.
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode
+
+
+def _end(streamer: BaseStreamer | None) -> None:
+    """After an error: whoever reads from a streamer in another thread would wait for ever."""
+    if streamer is not None:
+        with contextlib.suppress(Exception):
+            streamer.end()
 
 
 def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -432,9 +443,7 @@ def _wrap_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return assist(original, self, input_ids, *args, **kwargs)
             except BaseException:
-                if kwargs.get("streamer") is not None:
-                    with contextlib.suppress(Exception):
-                        kwargs["streamer"].end()  # or whoever reads from it in another thread waits for ever
+                _end(kwargs.get("streamer"))
                 raise
         return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 

@@ -182,7 +182,8 @@ class LongSparkDraft(ModelOutput):
         logits (`torch.Tensor` of shape `(batch_size, num_tokens, vocab_size)`):
             Processed, Markov-corrected logits: their softmax is exactly the q that `token_ids` were sampled from.
         finite (`torch.Tensor` of shape `(batch_size,)`): False where a logit was not finite before processing.
-        possible (`torch.Tensor` of shape `(batch_size, num_tokens)`): False where the processors left no token.
+        possible (`torch.Tensor` of shape `(batch_size, num_tokens)`):
+            False where the processors left no token, and from a logit on that was not finite.
     """
 
     token_ids: torch.Tensor | None = None
@@ -349,8 +350,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
 
         Args:
             mode (`str`, *optional*): As for `torch.compile`; `"reduce-overhead"` replays CUDA graphs on a GPU.
-            options (`Any`): Further arguments of `torch.compile`, such as `backend`, or `fullgraph=True`: the pass is one
-                graph, and then an error where torch has compiled too many variants of it, which else run as they are.
+            options (`Any`): Of `torch.compile`, as `fullgraph=True`: an error where torch has compiled too many variants.
         """
         if self._compiled_trunk is None:
             self._compiled_trunk = torch.compile(self._trunk, mode=mode, **options)
@@ -386,6 +386,7 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         logits_processor: LogitsProcessorList | None = None,
         input_ids: torch.LongTensor | None = None,
         ends_before: Callable[[torch.LongTensor], bool] | None = None,
+        ends_behind: Callable[[torch.LongTensor], bool] | None = None,
         by_value: bool = False,
     ) -> LongSparkDraft:
         r"""
@@ -397,13 +398,12 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
             do_sample (`bool`, *optional*, defaults to `False`): Sample each token, or take the most likely.
             logits_processor (`LogitsProcessorList`, *optional*): Applied to the corrected logits of each token.
             input_ids (`torch.LongTensor` of shape `(batch_size, length)`, *optional*):
-                All tokens so far, anchor included; only processors and `ends_before` read them.
-            ends_before (`Callable`, *optional*):
-                Given all tokens and the draft so far, whether the draft must end before its newest token. With it every
-                token is looked at before processors see the next prefix, so that they never see an impossible one.
+                All tokens so far, anchor included; only processors, `ends_before` and `ends_behind` read them.
+            ends_before, ends_behind (`Callable`, *optional*):
+                Given all tokens and the draft so far, whether it must end before its newest token, or behind it. With either,
+                processors never see an impossible prefix. A draft that ends before a sampled token is no sample of its logits.
             by_value (`bool`, *optional*, defaults to `False`):
-                Whether processors look at scores only, not at which tokens they are of, as temperature, top-k and top-p
-                do. A draft vocabulary is then all they see.
+                Whether processors look at scores only, not at which tokens they are of. A draft vocabulary is all they see then.
 
         Returns:
             [`LongSparkDraft`], shorter than `num_tokens` where it had to end.
@@ -413,9 +413,9 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
         base_logits = target.logits(hidden_states[:, :num_tokens], self.draft_token_ids).to(self.device)
 
         previous = anchor_ids.to(self.device)
-        prefix = input_ids.to(self.device) if logits_processor or ends_before else None
-        tokens, logits, finite = [], [], torch.ones_like(previous, dtype=torch.bool)
-        careful = ends_before is not None  # looks at the device in every slot
+        careful = ends_before is not None or ends_behind is not None  # looks at the device in every slot
+        prefix = input_ids.to(self.device) if logits_processor or careful else None
+        tokens, logits, possible, finite = [], [], [], torch.ones_like(previous, dtype=torch.bool)
         narrow = self.draft_token_ids is not None and (by_value or not logits_processor)
 
         def stuck(scores: torch.Tensor) -> bool:
@@ -438,15 +438,18 @@ class LongSparkDrafter(LongSparkAssistant, LongSparkRepository, PreTrainedModel)
             previous = self.draft_token_ids[previous] if narrow else previous
             if prefix is not None:
                 prefix = torch.cat([prefix, previous[:, None]], dim=1)
-            if careful and ends_before(prefix):
+            if ends_before is not None and ends_before(prefix):
                 break
             tokens.append(previous)
             logits.append(scores)
+            possible.append(finite)
+            if ends_behind is not None and ends_behind(prefix):
+                break
         if not tokens:
             empty = base_logits.new_empty((len(previous), 0, self.config.vocab_size))
             return LongSparkDraft(previous.new_empty((len(previous), 0)), empty, finite, empty[..., 0] > 0)
         logits = torch.stack(logits, dim=1)
-        possible = logits.amax(dim=-1) > -torch.inf
+        possible = torch.stack(possible, dim=1) & (logits.amax(dim=-1) > -torch.inf)
         logits = self._over_vocabulary(logits) if narrow else logits
         return LongSparkDraft(token_ids=torch.stack(tokens, dim=1), logits=logits, finite=finite, possible=possible)
 

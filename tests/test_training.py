@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from longspark_hf import LongSparkDrafter
 from longspark_hf.compat import checkpointing_argument
@@ -177,7 +177,7 @@ def data(count=6):
     return Items(*(conversation(length=40 + 3 * i, response=12 + i, seed=i) for i in range(count)))
 
 
-OURS = ("num_anchors", "anchors_per_group", "steps_per_batch", "boundary_lr_scale")
+OURS = ("num_anchors", "anchors_per_group", "steps_per_batch", "boundary_lr_scale", "eval_dataset", "eval_prompts")
 
 
 def trainer_for(target, drafter, folder, **overrides):
@@ -324,11 +324,12 @@ def test_further_gpus_of_one_process_do_not_widen_its_batches(tmp_path):
     assert len(next(iter(trainer.get_train_dataloader()))["input_ids"]) == 1
 
 
-@pytest.mark.parametrize("steps_per_batch", [1, 3])
-def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, steps_per_batch):
+@pytest.mark.parametrize("steps_per_batch, accumulation", [(1, 2), (3, 2), (3, 4)])
+def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, steps_per_batch, accumulation):
     target, ends = targets.build("llama"), []
-    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 3, "max_steps": -1}
-    options |= {"steps_per_batch": steps_per_batch}
+    # Six conversations: 9 steps; with an accumulation of 4 every other step is cut by the end of an epoch.
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 9 / -(-6 // accumulation)}
+    options |= {"steps_per_batch": steps_per_batch, "gradient_accumulation_steps": accumulation, "max_steps": -1}
     for folder, steps in ((tmp_path / "whole", None), (tmp_path / "parts", 5)):
         drafter = make_drafter(target, block_size=4, draft_vocab_size=40)
         token_ids = drafter.draft_token_ids.clone()
@@ -350,6 +351,60 @@ def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, s
         ends.append(drafter.state_dict())
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
+
+
+class PassesPerStep(TrainerCallback):
+    """Batches that went into each optimizer step."""
+
+    def __init__(self):
+        self.counts, self.now = [], 0
+
+    def on_substep_end(self, args, state, control, **_):
+        self.now += 1
+
+    def on_optimizer_step(self, args, state, control, **_):
+        self.counts.append(self.now + 1)
+        self.now = 0
+
+
+@pytest.mark.parametrize("accumulation", [4, 5, 8])
+def test_steps_that_share_a_batch_are_whole_at_the_end_of_an_epoch(tmp_path, accumulation):
+    target = targets.build("llama")
+    options = {"steps_per_batch": 3, "gradient_accumulation_steps": accumulation, "max_steps": 9}
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    drafter = make_drafter(target, block_size=4)
+    trainer = trainer_for(target, drafter, tmp_path, eval_dataset=data(1), **options)
+    passes = PassesPerStep()
+    trainer.add_callback(passes)
+
+    trainer.train()
+
+    # Six batches an epoch, the last step of which has what is left.
+    epoch = [min(accumulation, 6 - start) for start in range(0, 6, accumulation)]
+    assert passes.counts == (epoch * 9)[:9] and passes.now == 0
+    assert trainer.state.global_step == 9
+    assert [e["step"] for e in trainer.state.log_history if "eval_accepted_1" in e] == [3, 6, 9]
+    assert (tmp_path / "checkpoint-9" / "complete.json").exists()
+
+
+@torch.no_grad()
+def test_the_weights_of_a_cut_step_are_those_of_its_own_batches(tmp_path):
+    target = targets.build("llama")
+    trainer = trainer_for(target, make_drafter(target, block_size=4), tmp_path, steps_per_batch=3, num_anchors=99)
+    trainer.state.global_step, batches = 0, [trainer.data_collator([item]) for item in data().items]
+
+    def counted(step, batches, number):
+        trainer.state.global_step = step
+        chosen, total = trainer.get_batch_samples(iter(batches), number, torch.device("cpu"))
+        weights = (trainer._label_weights(b["response_mask"][0], b["anchors"][0]).sum() for b in chosen)
+        assert total == pytest.approx(sum(weights).item(), rel=1e-6)
+        return [b["input_ids"].shape[1] for b in chosen]
+
+    assert counted(0, batches[:4], 4) == [40, 43, 46, 49]
+    assert counted(1, batches[4:], 2) == [40, 43]  # of what the group shares, as many as are left in the epoch
+    assert counted(2, batches[:4], 4) == [40, 43, 46, 49]
+    assert counted(3, batches[4:], 2) == [52, 55]
+    assert counted(4, batches[:4], 4) == [40, 43, 46, 49]  # two cannot serve for four
 
 
 def answered(target, prompt, length=48):

@@ -94,7 +94,8 @@ class LongSparkTrainer(Trainer):
         anchors_per_group (`int`, *optional*, defaults to 32): Anchors in one pass of the drafter.
         steps_per_batch (`int`, *optional*, defaults to 1):
             Optimizer steps made from one pass of the target, each on its share of the anchors. More steps learn more from
-            little data; the batches that would have followed meanwhile are left out. Save at multiples of it.
+            little data; the batches that would have followed meanwhile are left out. Save at multiples of it. A step that
+            the end of an epoch cuts short takes some of the shared batches, one that needs more than are shared its own.
         markov_lr_scale (`float`, *optional*, defaults to 1.0): Learning rate of the Markov head over that of the rest.
         boundary_lr_scale (`float`, *optional*, defaults to 1.0):
             Same, for the matrix that reads the raw boundary states. Where a few of their channels are thousands of times
@@ -181,8 +182,10 @@ class LongSparkTrainer(Trainer):
         """The batches of one optimizer step with their anchors, and the sum of slot weights over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         share, group = self.state.global_step % self.steps_per_batch, self.state.global_step // self.steps_per_batch
-        if share and self._batches and batches:
-            batches = self._batches  # what was fetched is dropped, so that the place in the data follows from the step
+        if share and 0 < len(batches) <= len(self._batches):
+            # What was fetched is dropped, so that the place in the data follows from the step. Of what is shared, as many
+            # as were asked for: at the end of an epoch the Trainer counts on fewer.
+            batches = self._batches[: len(batches)]
         else:
             # A tuple of ints hashes alike in every process and session.
             seed = hash((self.args.seed, group, self.args.process_index)) % 2**63
@@ -190,7 +193,7 @@ class LongSparkTrainer(Trainer):
             for batch in batches:
                 batch["drawn"] = [self._draw(mask.cpu(), generator) for mask in batch["response_mask"]]
                 batch["rows"] = _Kept()
-        self._batches = batches if self.steps_per_batch > 1 else []
+            self._batches = batches if self.steps_per_batch > 1 else []
 
         sums = torch.zeros(1 + len(batches), dtype=torch.float32)  # weights, then passes of the drafter by batch
         for number, batch in enumerate(batches, 1):
