@@ -1,10 +1,12 @@
 """Training data: what a target is asked and answers, what is kept of it, and that a kill costs nothing."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -385,6 +387,20 @@ def test_training_ends_every_turn_as_the_target_does(tmp_path):
     assert tokenizer.decode(item["input_ids"]).count("<s>") == 6  # each turn of the user has one as well
 
 
+REWRITTEN = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}a:"
+JOINED = [pytest.param(REWRITTEN, 8, id="rewrites-earlier-turns"), pytest.param(ENDED_BY_S, 1, id="continues")]
+
+
+@pytest.mark.parametrize("template, conversations", JOINED)
+def test_no_response_is_lost_in_long_conversations(tmp_path, template, conversations):
+    lines = ({"prompt": f"q{i}", "response": "answer " + "x" * i} for i in range(9))
+    file, tokenizer = write_lines(tmp_path / "d.jsonl", *lines), tiny_tokenizer(template)
+    stops = GenerationConfig(eos_token_id=[1, 2])
+    apart, joined = (load_training_data(file, tokenizer, 99, stops, long_share=share).training for share in (0, 1))
+    assert joined.num_response_tokens() == apart.num_response_tokens()
+    assert len(joined) == conversations and not joined.dropped
+
+
 @pytest.mark.parametrize("name", ["complete", "thinking"])
 def test_flags_must_be_true_or_false(tmp_path, name):
     file = write_lines(tmp_path / "d.jsonl", {"prompt": "a", "response": "b", name: "no"})
@@ -665,6 +681,16 @@ def test_an_empty_prompt_file_is_refused(tmp_path):
 
 
 # The command
+
+
+def test_a_disk_that_gets_full_ends_the_command_with_one_line(folder, tmp_path):
+    asked = write_lines(tmp_path / "p.jsonl", *({"prompt": f"question {i}"} for i in range(40)))
+    options = ["--target", folder, "--prompts", asked, "--output", tmp_path / "d.jsonl", "--max-new-tokens", 16]
+    command = [sys.executable, "-m", "longspark_hf.cli", "data", "--batch-size", 2, "--max-repetition", 1, *options]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1500, 1500))  # written past, `EFBIG`
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, preexec_fn=limit)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "Error: The disk or its quota is full (" in result.stderr
 
 
 def test_the_command_prints_one_screen_or_json(folder, tmp_path):

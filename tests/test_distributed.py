@@ -1,7 +1,9 @@
 """Training in several processes: two of them learn what one learns from the same conversations."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -9,9 +11,11 @@ import pytest
 import torch
 from accelerate.state import DistributedType, PartialState
 
+from longspark_hf.training import plan
 from longspark_hf.training.trainer import LongSparkTrainer
 
 from . import targets
+from .test_train_cli import answers, byte_tokenizer, save_target
 from .test_training import Items, arguments, conversation, make_drafter
 
 
@@ -22,9 +26,11 @@ MODES = {
     "ddp": {},
     "fsdp": {"fsdp": True, "fsdp_config": LAYERS},
 }
+# Three steps share their batches, and an epoch ends in the middle of them.
+SHARED = {"steps_per_batch": 3, "max_steps": 5}
 
 
-def train(folder, **overrides):
+def train(folder, steps_per_batch=1, **overrides):
     """Three steps of two conversations each. With SGD, so that a gradient of twice the size is seen."""
     # One process of two meets many groups of anchors, the other few, and none in the last step.
     lengths = [(50, 30), (24, 4), (44, 26), (20, 8), (47, 36), (12, 1)]
@@ -49,6 +55,7 @@ def train(folder, **overrides):
         eval_dataset=items,
         num_anchors=100,
         anchors_per_group=8,
+        steps_per_batch=steps_per_batch,
     )
     trainer.train()
     return trainer
@@ -66,13 +73,31 @@ def work(folder):
         trainer = train(Path(folder) / mode, gradient_accumulation_steps=1, **options)
         result = outcome(trainer) | {"wrapped": [base.__name__ for base in type(trainer.model_wrapped).__mro__]}
         torch.save(result, Path(folder) / f"{mode}-{trainer.args.process_index}.pt")
+    trainer = train(Path(folder) / "shared", gradient_accumulation_steps=2, **SHARED)
+    torch.save(outcome(trainer), Path(folder) / f"shared-{trainer.args.process_index}.pt")
+    torch.save(fitted_options(Path(folder)), Path(folder) / f"minutes-{trainer.args.process_index}.pt")
     torch.distributed.destroy_process_group()
+
+
+def fitted_options(folder):
+    """Options of a plan with a time limit, which measures for longer in one process than in the other."""
+    made = plan.make_plan(str(folder / "target"), str(folder / "data.jsonl"), str(folder / "run"), minutes=0.2)
+
+    def measure(*_):
+        time.sleep(int(os.environ["RANK"]))
+        return plan.Speed(step=0.01, simulation=0.01, token=0.001)
+
+    plan.measure = measure
+    made.get_ready(lambda message: None)
+    return made.options
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """Folder with the outcomes of two processes, started as `accelerate launch` starts them, on a free port."""
     folder = tmp_path_factory.mktemp("distributed")
+    save_target(folder / "target", byte_tokenizer())
+    (folder / "data.jsonl").write_text("\n".join(answers(folder / "target", ["one", "two"]) * 12))
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.test_distributed"]
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen([sys.executable, "-m", *launcher, folder], cwd=ROOT, stdout=log, stderr=log)
@@ -105,6 +130,20 @@ def test_two_processes_learn_what_one_does(launched, alone, mode, wrapper):
         assert result["drafter"].keys() == alone["drafter"].keys()
         for name, expected in alone["drafter"].items():
             assert torch.allclose(result["drafter"][name], expected, atol=1e-5), name
+
+
+def test_steps_that_share_a_batch_are_those_of_one_process_past_the_end_of_an_epoch(launched, tmp_path):
+    alone = outcome(train(tmp_path, gradient_accumulation_steps=4, **SHARED))
+    results = [torch.load(launched / f"shared-{rank}.pt") for rank in range(2)]
+    assert len(alone["losses"]) == 5 and results[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    for name, expected in alone["drafter"].items():
+        assert torch.equal(results[0]["drafter"][name], results[1]["drafter"][name]), name
+        assert torch.allclose(results[0]["drafter"][name], expected, atol=1e-4), name
+
+
+def test_processes_with_clocks_of_their_own_fit_a_run_into_the_same_steps(launched):
+    first, second = (torch.load(launched / f"minutes-{rank}.pt") for rank in range(2))
+    assert first == second and 0.1 < first["max_minutes"] < 0.2
 
 
 if __name__ == "__main__":

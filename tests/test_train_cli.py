@@ -1,12 +1,15 @@
 """`longspark train`: one command from a target and a data file to a drafter, and every way it may be refused before."""
 
+import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from longspark_hf.training.checks import run_bytes
 from longspark_hf.training.estimates import training_memory
 from longspark_hf.training.plan import Speed, make_plan
 from longspark_hf.training.recipe import batch_size, late_layer_ids, recipe
-from longspark_hf.training.run import train
+from longspark_hf.training.run import prepare, train
 
 
 VOCAB_SIZE, EOS = 272, 2
@@ -297,10 +300,26 @@ def with_messages(lines):
     return [*lines, json.dumps({"messages": [{"role": "user", "content": "c"}], "response": "rr"})]
 
 
+def with_an_empty_prompt(lines):
+    return [*lines[:2], json.dumps({"prompt": "", "response": "rr"}), *lines[2:]]
+
+
+def with_fields_that_a_template_cannot_render(lines):
+    message = {"role": "user", "content": "c", "name": 5}
+    return [*lines[:2], json.dumps({"messages": [message], "response": "rr"}), *lines[2:]]
+
+
 DATA = [
     pytest.param(drop_a_field, {}, ["data.jsonl, line 5", '"response" must be a text'], id="field"),
     pytest.param(unknown_role, {"chat_template": CHAT_TEMPLATE}, ["line 3", "refuses", "no role tool"], id="template"),
     pytest.param(with_messages, {}, ['no chat template, so samples with "messages"', "data.jsonl"], id="no-template"),
+    pytest.param(with_an_empty_prompt, {}, ["data.jsonl, line 3", "the prompt is empty"], id="empty-prompt"),
+    pytest.param(
+        with_fields_that_a_template_cannot_render,
+        {"chat_template": "{% for m in messages %}{{ m.content + (m.name or '') }}{% endfor %}:"},
+        ["line 3", "refuses"],
+        id="field-of-a-message",
+    ),
     pytest.param(lambda lines: lines[:1], {}, ["holds 1 sample", "one is held out"], id="one-line"),
     pytest.param(lambda lines: [], {}, ["holds no samples"], id="empty"),
 ]
@@ -395,6 +414,40 @@ def test_a_folder_with_another_run_is_refused_with_what_differs(train_command, d
     assert train_command("--steps", 8).exit_code == 0  # as long as nothing differs, a run may be made longer
 
 
+@pytest.mark.parametrize("arguments", [(), ("--no-resume",), ("--dry-run",)])
+@pytest.mark.parametrize("name", ["checkpoint-500", "best"])
+def test_a_folder_with_something_elses_checkpoints_is_refused_untouched(train_command, tmp_path, name, arguments):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    (tmp_path / "out" / name / "weights").write_text("dear")
+    assert_refused(train_command("--steps", 4, *arguments), f"holds {name}", "no provenance.json", "--output")
+    assert [file.name for file in (tmp_path / "out").rglob("*")] == [name, "weights"]
+
+
+def test_a_folder_that_is_only_called_like_a_checkpoint_is_none(train_command, tmp_path):
+    (tmp_path / "out" / "checkpoint-notes").mkdir(parents=True)
+    for arguments in ((), ("--no-resume",)):
+        assert train_command("--steps", 2, *arguments).exit_code == 0
+    assert (tmp_path / "out" / "checkpoint-notes").exists()
+
+
+def test_a_damaged_provenance_file_is_named_and_can_be_done_without(train_command, tmp_path):
+    assert train_command("--steps", 2).exit_code == 0
+    (tmp_path / "out" / "provenance.json").write_text('{"settings": ')
+    assert_refused(train_command("--steps", 2), "out/provenance.json is damaged", "--no-resume")
+    assert train_command("--steps", 2, "--no-resume").exit_code == 0
+
+
+@pytest.mark.parametrize("kilobytes", [20, 100, 300])
+def test_a_disk_that_gets_full_ends_a_run_with_one_line(target_folder, data_file, tmp_path, kilobytes):
+    arguments = ["--target", target_folder, "--data", data_file, "--output", tmp_path / "out", "--steps", 6, *SMALL]
+    command = [sys.executable, "-m", "longspark_hf.cli", "train", *map(str, arguments)]
+    size = kilobytes << 10
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))  # written past, `EFBIG`
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "Error: The disk or its quota is full (" in result.stderr
+
+
 def test_publishing_without_access_is_refused_before_training(train_command, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = train_command("--steps", 4, "--push-to-hub", "someone/drafter")
@@ -469,6 +522,97 @@ def test_estimated_activations_bound_what_a_step_keeps(target_folder, data_file,
     shape = {"length": length, "num_anchors": 512, "steps_per_batch": 4, "target_dtype": torch.float32}
     estimate = training_memory(config, plan.target_config, 0, **shape, checkpointing=checkpointing)
     assert held <= estimate["activations"] <= 6 * held
+
+
+BRIEF = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "num_eval_prompts": 1, "eval_new_tokens": 8}
+BRIEF |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "num_anchors": 8}
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_before(monkeypatch, owner, name, condition):
+    """Lets the first call of a function that meets a condition end everything."""
+    call = getattr(owner, name)
+
+    def killing(*args, **kwargs):
+        if condition(*map(str, args)):
+            raise Killed
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, killing)
+
+
+def test_a_kill_before_a_checkpoint_is_complete_leaves_the_one_before(target_folder, data_file, tmp_path, monkeypatch):
+    target, tokenizer = load_target(str(target_folder))
+    options = BRIEF | {"save_total_limit": 1}
+    train(target, tokenizer, data_file, tmp_path, max_steps=2, **options)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before(patch, os, "replace", lambda _, name: name.endswith("checkpoint-4/complete.json"))
+        train(target, tokenizer, data_file, tmp_path, max_steps=4, **options)
+    run = prepare(target, tokenizer, data_file, tmp_path, max_steps=4, **options)
+    assert run.checkpoint.endswith("checkpoint-2") and not (tmp_path / "checkpoint-4").exists()
+    run()
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize("moment", ["before-writing", "before-deleting", "before-moving"])
+def test_a_kill_while_a_better_drafter_is_kept_loses_no_drafter(
+    target_folder, data_file, tmp_path, monkeypatch, moment
+):
+    target, tokenizer = load_target(str(target_folder))
+    train(target, tokenizer, data_file, tmp_path, max_steps=2, **BRIEF)
+    best = json.loads((tmp_path / "best" / "metrics.json").read_text())
+    (tmp_path / "best" / "metrics.json").write_text(json.dumps(best | {"eval_tau": 0.0}))  # any other is better
+    owner, name = {
+        "before-writing": (os, "replace"), "before-deleting": (shutil, "rmtree"), "before-moving": (Path, "rename")
+    }[moment]  # fmt: skip
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_before(patch, owner, name, lambda *names: names[-1].endswith(("best", "best.new/metrics.json")))
+        train(target, tokenizer, data_file, tmp_path, max_steps=4, **BRIEF)
+
+    assert (tmp_path / "best.new").exists()
+    prepare(target, tokenizer, data_file, tmp_path, max_steps=4, **BRIEF)
+
+    assert not (tmp_path / "best.new").exists()
+    LongSparkDrafter.from_pretrained(tmp_path / "best")
+    kept = json.loads((tmp_path / "best" / "metrics.json").read_text())
+    assert kept["step"] == (2 if moment == "before-writing" else 4)
+
+
+def test_no_resume_deletes_a_half_kept_drafter_too(train_command, tmp_path):
+    assert train_command("--steps", 2).exit_code == 0
+    (tmp_path / "out" / "best").rename(tmp_path / "out" / "best.new")
+    assert train_command("--steps", 2, "--no-resume", "--learning-rate", 1e-30).exit_code == 0
+    assert json.loads((tmp_path / "out" / "best" / "metrics.json").read_text())["step"] == 0
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 4}, {"num_train_epochs": 4, "gradient_accumulation_steps": 46}])
+def test_a_finished_run_is_returned_as_it_is(target_folder, data_file, tmp_path, length):
+    target, tokenizer = load_target(str(target_folder))
+    options = BRIEF | {"per_device_train_batch_size": 1} | length
+    first = train(target, tokenizer, data_file, tmp_path, **options)
+    lines = (tmp_path / "evaluations.jsonl").read_text()
+
+    again = train(target, tokenizer, data_file, tmp_path, **options)
+
+    assert again.state.global_step == first.state.global_step == 4
+    assert (tmp_path / "evaluations.jsonl").read_text() == lines
+    assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor), name
+
+
+def test_a_draft_vocabulary_in_the_config_is_that_of_the_argument(target_folder, data_file, tmp_path):
+    target, tokenizer = load_target(str(target_folder))
+    ids = []
+    for number, options in enumerate([{"draft_vocab_size": 30}, {"config": {"draft_vocab_size": 30}}]):
+        run = prepare(target, tokenizer, data_file, tmp_path / str(number), **BRIEF, **options)
+        ids.append(run.trainer.model.draft_token_ids.tolist())
+    assert ids[0] == ids[1] != list(range(30))
+    run = prepare(target, tokenizer, data_file, tmp_path / "mask", config={"mask_token_id": 7}, **BRIEF)
+    assert run.trainer.model.config.mask_token_id == 7
 
 
 def test_a_checkpoint_is_as_large_as_was_promised(target_folder, data_file, tmp_path):

@@ -342,8 +342,9 @@ def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, s
             drafter = make_drafter(target, block_size=4, draft_vocab_size=40)
             trainer = trainer_for(target, drafter, folder, **options)
             checkpoint = last_complete_checkpoint(folder)
-            assert checkpoint.endswith("checkpoint-3") and not newest.exists()
-            trainer.train(resume_from_checkpoint=checkpoint)
+            assert checkpoint.endswith("checkpoint-3") and newest.exists()
+            (newest / "trainer_state.json").unlink()
+            trainer.train(resume_from_checkpoint=True)
             assert torch.equal(drafter.draft_token_ids, token_ids)
         else:
             trainer.train()
@@ -351,6 +352,53 @@ def test_a_resumed_run_ends_bit_equal_even_after_a_broken_checkpoint(tmp_path, s
         ends.append(drafter.state_dict())
     for name, tensor in ends[0].items():
         assert torch.equal(tensor, ends[1][name]), name
+
+
+def test_resuming_without_a_complete_checkpoint_says_so(tmp_path):
+    target = targets.build("llama")
+    (tmp_path / "checkpoint-3").mkdir()
+    trainer = trainer_for(target, make_drafter(target), tmp_path)
+    with pytest.raises(ValueError, match="no complete checkpoint in .*`output_dir`"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.fixture
+def evaluable(tmp_path, prompt):
+    """Makes trainers by what they evaluate on."""
+
+    def make(**overrides):
+        target = targets.build("llama")
+        return trainer_for(target, make_drafter(target, block_size=4), tmp_path, **overrides)
+
+    return make
+
+
+def test_several_datasets_are_evaluated_by_name_and_prompts_once(evaluable, prompt):
+    two = {"a": data(2), "b": data(1)}
+    trainer = evaluable(eval_dataset=two, eval_prompts=[prompt], eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert {"eval_a_simulated_tau_greedy", "eval_b_simulated_tau_greedy", "eval_tau"} <= metrics.keys()
+    alone = evaluable(eval_dataset=two["b"])
+    alone.model.load_state_dict(trainer.model.state_dict())
+    assert alone.evaluate()["eval_simulated_tau_greedy"] == metrics["eval_b_simulated_tau_greedy"]
+
+
+def test_prompts_alone_are_enough_to_evaluate(evaluable, prompt):
+    trainer = evaluable(eval_prompts=[prompt], eval_strategy="steps", eval_steps=2, max_steps=2)
+    trainer.train()
+    assert [e["eval_tau"] >= 1 for e in trainer.state.log_history if "eval_tau" in e] == [True]
+    assert not any("accepted" in name for name in trainer.evaluate())
+
+
+def test_what_a_trainer_cannot_do_says_what_to_pass(evaluable):
+    with pytest.raises(ValueError, match="nothing to evaluate on. Pass `eval_dataset`"):
+        evaluable().evaluate()
+    with pytest.raises(ValueError, match=r"Use `evaluate\(dataset\)`"):
+        evaluable().predict(data(1))
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    with pytest.raises(ValueError, match='reports no loss.*`metric_for_best_model="tau"`'):
+        evaluable(eval_dataset=data(1), **best)
 
 
 class PassesPerStep(TrainerCallback):
@@ -551,6 +599,23 @@ LINES = [
     pytest.param('{"prompt": "a", "response": ""}', "must be a text that is not empty", id="empty-response"),
     pytest.param('{"prompt": "a", "response": "b", "temperature": -1}', "at least 0, got -1", id="temperature"),
     pytest.param('{"messages": [{"role": "user"}], "response": "b"}', 'needs "role" and "content"', id="message"),
+    pytest.param(
+        '{"messages": [{"role": "user", "content": 5}], "response": "b"}', "must be a text, got int", id="number"
+    ),
+    pytest.param('{"messages": [{"role": "user", "content": [{}]}], "response": "b"}', "got list", id="parts"),
+    pytest.param('{"messages": [{"role": "u\\udfff", "content": "a"}], "response": "b"}', "surrogate pair", id="role"),
+    pytest.param(
+        '{"prompt": "a\\ud800", "response": "b"}', '"prompt" has half a surrogate pair', id="prompt-surrogate"
+    ),
+    pytest.param('{"prompt": "a", "response": "b\\ud800"}', '"response" has half a surrogate pair', id="surrogate"),
+    pytest.param('{"prompt": ' + "[" * 100000 + "]" * 100000 + "}", "nested too deeply", id="deep"),
+    pytest.param(
+        '{"prompt": "a", "response": "b", "temperature": ' + "1" * 400 + "}", "of at least 0, got 1", id="huge"
+    ),
+    pytest.param(
+        '{"prompt": "a", "response": "b", "temperature": ' + "1" * 5000 + "}", "digits", id="too-many-digits"
+    ),
+    pytest.param('{"prompt": "a", "response": "b", "temperature": 1e999}', "got inf", id="infinite"),
 ]
 
 
@@ -560,6 +625,14 @@ def test_a_bad_line_is_named_with_its_reason(tmp_path, line, reason):
     file.write_text('{"prompt": "a", "response": "b"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match="data.jsonl, line 3: .*" + reason):
         read_samples(file)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(
+        b'{"prompt": "a", "response": "b"}\n\n{"prompt": "caf\xe9", "response": "b"}\n'
+    )
+    with pytest.raises(ValueError, match="data.jsonl, line 3: not UTF-8 .byte 0xe9 at column 16"):
+        read_samples(tmp_path / "data.jsonl")
 
 
 class Letters:
