@@ -15,6 +15,7 @@ from longspark_hf.cli_options import (
     JsonOption,
     TargetOption,
     bad_input_exits,
+    full_disk_exits,
     numbers,
 )
 
@@ -173,7 +174,8 @@ def train(
             run = plan.get_ready(progress, dry_run)
         try:
             if run is not None:
-                run()
+                with full_disk_exits():
+                    run()
         except KeyboardInterrupt:
             there = begun(output)
             where = f"with a checkpoint at step {there['step']}" if there else "before the first checkpoint"

@@ -116,11 +116,11 @@ def test_the_next_turn_processes_only_what_is_new(built, answers, name, size):  
 def test_a_batch_may_end_where_the_rotary_embedding_would_change():
     factors = {"short_factor": [1.0] * 6, "long_factor": [4.0, 3.0, 2.0, 5.0, 6.0, 7.0]}
     target, limit = rope_target(rope_type="longrope", original_max_position_embeddings=64, **factors), 64
-    ids = torch.randint(2, 90, (2, limit - 40), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(2, 90, (2, limit - 37), generator=torch.Generator().manual_seed(5))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    plain = generate(target, batch)
+    plain = generate(target, batch, max_new_tokens=37)
     # The first sequence arrives early; behind it, the drafts of the other one go on.
-    drafter = make_drafter("oracle", target, list(ids), [plain[0, -40:], (plain[1, -40:] + 1) % 97])
+    drafter = make_drafter("oracle", target, list(ids), [plain[0, -37:], (plain[1, -37:] + 1) % 97])
     highest, forward = [], target.forward
 
     def watching(*args, position_ids, **kwargs):
@@ -128,7 +128,7 @@ def test_a_batch_may_end_where_the_rotary_embedding_would_change():
         return forward(*args, position_ids=position_ids, **kwargs)
 
     target.forward = watching
-    assert torch.equal(generate(target, batch, drafter), plain)
+    assert torch.equal(generate(target, batch, drafter, max_new_tokens=37), plain)
     assert limit - 8 < max(highest) < limit
 
 

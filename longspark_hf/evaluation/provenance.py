@@ -44,9 +44,38 @@ def provenance(dtype: torch.dtype, device: str | torch.device = "cpu") -> dict[s
 
 
 def write_result(path: str | Path, result: dict[str, Any]) -> None:
-    """Write a result file, readable and diffable."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    """Write a result file, readable and diffable. A kill leaves the old file or the new one, never half of it."""
+    path, text = Path(path).resolve(), json.dumps(result, indent=2) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read_result(path: str | Path, fix: str = "Delete or restore it.") -> dict[str, Any]:
+    """
+    Read a result file.
+
+    Args:
+        path (`str`): Of the file.
+        fix (`str`, *optional*): What to do about a damaged one.
+
+    Raises:
+        `ValueError`: naming the file, if it is damaged.
+    """
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The file {path} is damaged ({error}). {fix}") from error
 
 
 def _module_name() -> str:

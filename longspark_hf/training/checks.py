@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from longspark_hf import LongSparkConfig
+from longspark_hf.evaluation.provenance import read_result
 
 from .corpus import TrainingData
 from .data import response_end, stop_ids
+from .trainer import all_checkpoints, complete_checkpoints
 
 
 BEST, PROVENANCE, EVALUATIONS = "best", "provenance.json", "evaluations.jsonl"
+BETTER = f"{BEST}.new"  # until it is in the place of the best
+METRICS = "metrics.json"  # of the best drafter; written last
 
 # What makes two runs the same run: of the drafter's config, of the arguments of `prepare`, of `TrainingArguments`.
 KEPT_FIELDS = ("target_layer_ids", "block_size", "window_size", "num_summary_queries", "markov_rank", "mask_token_id")
@@ -133,12 +136,18 @@ def check_output(folder: str | Path) -> None:
     Raise if no run can be written to `folder`, which need not exist yet.
 
     Raises:
-        `ValueError`: if it is a file, or is not ours to write to.
+        `ValueError`: if it is a file, is not ours to write to, or holds checkpoints of something else.
     """
     place = _existing(folder)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         reason = "is not a folder" if not place.is_dir() else "is not writable"
         raise ValueError(f"Cannot write to {folder}: {place} {reason}. Choose another --output.")
+    found = _written(folder)
+    if found and not (Path(folder) / PROVENANCE).is_file():
+        raise ValueError(
+            f"The folder {folder} holds {', '.join(sorted(part.name for part in found))}, but no {PROVENANCE}: a run of "
+            "`longspark train` would delete what it did not write. Choose another --output, or move them away."
+        )
 
 
 def check_same_run(folder: str | Path, settings: dict[str, Any]) -> None:
@@ -152,10 +161,9 @@ def check_same_run(folder: str | Path, settings: dict[str, Any]) -> None:
     Raises:
         `ValueError`: naming the settings that differ, with both values.
     """
-    file = Path(folder) / PROVENANCE
-    if not _written(folder) or not file.is_file():
+    if not _written(folder):
         return
-    there = json.loads(file.read_text(encoding="utf-8")).get("settings", {})
+    there = read_provenance(folder).get("settings", {})
     now = json.loads(json.dumps(settings))
     differ = [
         f"{name} {there[name]} there, {now[name]} now" for name in there if name in now and there[name] != now[name]
@@ -165,6 +173,18 @@ def check_same_run(folder: str | Path, settings: dict[str, Any]) -> None:
             f"The folder {folder} holds another run: {'; '.join(differ)}. Repeat its settings to go on with it, choose "
             "another --output, or start over with --no-resume, which deletes that run."
         )
+
+
+def read_provenance(folder: str | Path) -> dict[str, Any]:
+    """
+    What a run has noted about itself in its folder, nothing where there is no run.
+
+    Raises:
+        `ValueError`: if the file is damaged.
+    """
+    file = Path(folder) / PROVENANCE
+    fix = "Choose another --output, or start over with --no-resume, which deletes the run there."
+    return read_result(file, fix) if file.is_file() else {}
 
 
 def run_settings(
@@ -200,6 +220,24 @@ def delete_run(folder: str | Path) -> None:
         (Path(folder) / name).unlink(missing_ok=True)
 
 
+def delete_interrupted(folder: str | Path) -> None:
+    """Delete checkpoints that were not written to their end, or they would be in the way."""
+    complete = complete_checkpoints(folder)
+    for step, checkpoint in all_checkpoints(folder).items():
+        if step not in complete:
+            shutil.rmtree(checkpoint)
+
+
+def replace_best(folder: str | Path) -> None:
+    """Let a better drafter that was written to its end take the place of the best; half of one is deleted."""
+    best, better = Path(folder) / BEST, Path(folder) / BETTER
+    if (better / METRICS).is_file():
+        shutil.rmtree(best, ignore_errors=True)
+        better.rename(best)
+    elif better.exists():
+        shutil.rmtree(better)
+
+
 def _existing(folder: str | Path) -> Path:
     place = Path(folder).absolute()
     while not place.exists():
@@ -208,4 +246,5 @@ def _existing(folder: str | Path) -> Path:
 
 
 def _written(folder: str | Path) -> list[Path]:
-    return [path for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", BEST) for path in Path(folder).glob(pattern)]
+    drafters = (Path(folder) / name for name in (BEST, BETTER))
+    return [*all_checkpoints(folder).values(), *(drafter for drafter in drafters if drafter.is_dir())]

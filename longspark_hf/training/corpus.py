@@ -14,7 +14,16 @@ import torch
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from .data import ConversationDataset, Sample, frequent_tokens, join_samples, read_samples, response_end, tokenize
+from .data import (
+    ConversationDataset,
+    Sample,
+    frequent_tokens,
+    join_samples,
+    numbered_lines,
+    read_samples,
+    response_end,
+    tokenize,
+)
 
 
 @dataclass
@@ -129,10 +138,9 @@ def load_training_data(
     ):
         try:
             datasets.append(ConversationDataset(conversations, tokenizer, end_id=end_id, **lengths))
-        except TemplateError as error:
-            raise ValueError(_refused_line(path, samples, tokenizer, error)) from error
-        except ValueError as error:
-            raise ValueError(f"{path}, the {len(conversations)} {name} conversations: {error}") from error
+        except (TemplateError, TypeError, ValueError) as error:
+            what = f"the {len(conversations)} {name} conversations"
+            raise ValueError(_refusal(path, samples, what, tokenizer, error)) from error
     largest = max(max(item["input_ids"]) for dataset in datasets for item in dataset.items)
     if largest >= vocab_size:
         raise ValueError(
@@ -152,15 +160,17 @@ def _conversations(samples: list[Sample], long_share: float, long_characters: in
     return conversations + [c for c in join_samples([samples[i] for i in order], long_characters) if c]
 
 
-def _refused_line(
-    path: str | Path, samples: list[Sample], tokenizer: PreTrainedTokenizerBase, error: Exception
+def _refusal(
+    path: str | Path, samples: list[Sample], what: str, tokenizer: PreTrainedTokenizerBase, error: Exception
 ) -> str:
     """Chat templates raise on what they cannot render, such as a role they do not know; this finds the line."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    for number, sample in zip(numbers, samples):
+    for (number, _), sample in zip(numbered_lines(path), samples):
         try:
             tokenize([sample], tokenizer)
-        except TemplateError as reason:
+        except ValueError as reason:
+            return f"{path}, line {number}: {reason}"
+        except (TemplateError, TypeError) as reason:
             return f"{path}, line {number}: the target's chat template refuses these messages ({reason})"
+    if isinstance(error, ValueError):
+        return f"{path}, {what}: {error}"
     return f"{path}: the target's chat template refuses a conversation joined of several lines ({error})"

@@ -8,7 +8,7 @@ Does not know: what a drafter is.
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,18 +72,36 @@ def read_lines(path: str | Path, parse: Callable[[dict[str, Any]], T]) -> list[T
     Raises:
         `ValueError`: if the file cannot be read, or naming file, line and reason for the first bad line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Cannot read the data file {path}: {error}") from error
     parsed = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                parsed.append(parse(_object(line)))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    for number, line in numbered_lines(path):
+        try:
+            parsed.append(parse(_object(line)))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}, line {number}: lists or objects are nested too deeply") from error
     return parsed
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """
+    Lines of a UTF-8 file with their numbers, without blank ones.
+
+    Raises:
+        `ValueError`: if the file cannot be read, or naming the first line that is not UTF-8.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"Cannot read the data file {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            byte = f"byte {line[error.start]:#x} at column {error.start + 1}"
+            raise ValueError(f"{path}, line {number}: not UTF-8 ({byte}). Save the file as UTF-8.") from error
+        if text.strip():
+            yield number, text
 
 
 def parse_prompt(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
@@ -96,8 +114,7 @@ def parse_prompt(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
     if ("prompt" in fields) == ("messages" in fields):
         raise ValueError('exactly one of "prompt" and "messages" is needed')
     if "prompt" in fields:
-        if not isinstance(fields["prompt"], str):
-            raise ValueError('"prompt" must be a text')
+        _check_text(fields["prompt"], '"prompt"')
         return [{"role": "user", "content": fields["prompt"]}], True
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
@@ -106,6 +123,30 @@ def parse_prompt(fields: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError('every message needs "role" and "content"')
     return messages, False
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """
+    Raise if chat messages are not of text.
+
+    Args:
+        messages (`list[dict]`): Each with a `content`.
+
+    Raises:
+        `ValueError`: with the reason.
+    """
+    for message in messages:
+        _check_text(message["content"], '"content" of a message')
+        _check_text(json.dumps(message, ensure_ascii=False), "a message")
+
+
+def _check_text(value: Any, name: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half a surrogate pair at character {error.start}") from error
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -123,12 +164,14 @@ def _parse(fields: dict[str, Any]) -> Sample:
     response, temperature = fields.get("response"), fields.get("temperature", 1.0)
     if not isinstance(response, str) or not response:
         raise ValueError('"response" must be a text that is not empty')
+    _check_text(response, '"response"')
+    check_messages(messages)
     if (
         isinstance(temperature, bool)
         or not isinstance(temperature, int | float)
-        or not 0 <= temperature < float("inf")
+        or not 0 <= temperature <= sys.float_info.max
     ):
-        raise ValueError(f'"temperature" must be a number of at least 0, got {temperature!r}')
+        raise ValueError(f'"temperature" must be a number of at least 0, got {temperature!r:.40}')
     flags = {"complete": fields.get("complete", True), "thinking": fields.get("thinking", False)}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -209,12 +252,27 @@ def tokenize(
 
     Returns:
         `dict`: `input_ids` and `response_mask` (lists of equal length) and `temperature`; `None` when fewer than two
-        response tokens are left.
+        response tokens are left. Turns from where the template rewrites earlier ones are left out.
+
+    Raises:
+        `ValueError`: for an empty prompt before which the tokenizer puts nothing, so that no anchor has a row before it.
     """
+    return _tokenize(conversation, tokenizer, max_length, max_response_length, end_id, **template_kwargs)[0]
+
+
+def _tokenize(
+    conversation: Sequence[Sample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int = 4096,
+    max_response_length: int | None = None,
+    end_id: int | None = None,
+    **template_kwargs: Any,
+) -> tuple[dict[str, Any] | None, int]:
+    """As [`tokenize`], and how many turns that took."""
     input_ids: list[int] = []
     response_mask: list[bool] = []
     messages: list[dict[str, Any]] = []
-    rendered = ""
+    rendered, num_turns = "", len(conversation)
     end_id = tokenizer.eos_token_id if end_id is None else end_id
     for turn, sample in enumerate(conversation):
         # A template may open every conversation with a system message, but only the first turn keeps one.
@@ -222,8 +280,11 @@ def tokenize(
         # Thinking or not changes how the response begins, so the template must be asked as it was for the response.
         text = render(messages, tokenizer, sample.plain, **{"enable_thinking": sample.thinking, **template_kwargs})
         if not text.startswith(rendered):
-            break  # the template rewrites earlier turns, so their ids cannot be continued
+            num_turns = turn  # the template rewrites earlier turns, so their ids cannot be continued
+            break
         prompt_ids = tokenizer(text[len(rendered) :], add_special_tokens=not tokenizer.chat_template and turn == 0)
+        if not input_ids and not prompt_ids["input_ids"]:
+            raise ValueError("the prompt is empty, and the target's tokenizer puts nothing before a response")
         response_ids = tokenizer(sample.response, add_special_tokens=False)["input_ids"]
         within = max_response_length is None or len(response_ids) < max_response_length
         complete = sample.complete and within
@@ -239,8 +300,9 @@ def tokenize(
         rendered = text + sample.response + tokenizer.decode([end_id])
     input_ids, response_mask = input_ids[:max_length], response_mask[:max_length]
     if sum(response_mask) < 2:
-        return None
-    return {"input_ids": input_ids, "response_mask": response_mask, "temperature": conversation[0].temperature}
+        return None, num_turns
+    item = {"input_ids": input_ids, "response_mask": response_mask, "temperature": conversation[0].temperature}
+    return item, num_turns
 
 
 def render(
@@ -277,19 +339,22 @@ class ConversationDataset(Dataset):
         tokenizer (`PreTrainedTokenizerBase`): Of the target.
         kwargs (`Any`): For [`tokenize`].
 
-    `dropped` counts conversations without a usable response, `dropped_as` for each reason.
+    Where a chat template rewrites earlier turns, a new conversation begins. `dropped` counts conversations without a
+    usable response, `dropped_as` for each reason.
     """
 
     def __init__(self, conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, **kwargs: Any):
         self.items, self.dropped_as = [], Counter()
         for conversation in conversations:
-            item = tokenize(conversation, tokenizer, **kwargs)
-            if item is not None:
-                self.items.append(item)
-            elif tokenize(conversation, tokenizer, **(kwargs | {"max_length": sys.maxsize})) is None:
-                self.dropped_as["response of fewer than two tokens"] += 1
-            else:
-                self.dropped_as["no room for a response within max_length"] += 1
+            while conversation:
+                item, num_turns = _tokenize(conversation, tokenizer, **kwargs)
+                taken, conversation = conversation[:num_turns], conversation[num_turns:]
+                if item is not None:
+                    self.items.append(item)
+                elif tokenize(taken, tokenizer, **(kwargs | {"max_length": sys.maxsize})) is None:
+                    self.dropped_as["response of fewer than two tokens"] += 1
+                else:
+                    self.dropped_as["no room for a response within max_length"] += 1
         self.dropped = self.dropped_as.total()
         if not self.items:
             raise ValueError("No conversation has a response of two tokens or more within `max_length`.")

@@ -5,7 +5,6 @@ Does not know: how memory and disk are counted (estimates), how a run goes (run)
 """
 
 import copy
-import json
 import math
 import os
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,13 +32,13 @@ from longspark_hf.evaluation.shapes import free_memory
 from longspark_hf.target_longspark import check_config_fit
 
 from .checks import (
-    PROVENANCE,
     check_disk,
     check_output,
     check_same_run,
     check_start,
     check_tokenizer,
     free_disk,
+    read_provenance,
     run_bytes,
     run_settings,
 )
@@ -140,6 +140,8 @@ class Plan:
             if self.minutes is not None and self.begun is None:
                 self.options["max_minutes"] = self.minutes - (time.monotonic() - start) / 60
                 self.fit_into(self.options["max_minutes"], self.speed)
+                # Clocks differ, but all processes must do the same.
+                (self.options,) = broadcast_object_list([self.options])
         if dry_run:
             return None
         stop = StopOnInterrupt(self.options["steps_per_batch"])
@@ -388,10 +390,9 @@ def begun(output_dir: str | Path) -> dict[str, Any] | None:
     The run in a folder: the `step` of its newest complete checkpoint, and `max_steps`, `eval_steps`, `save_steps` and
     `num_eval_prompts` as it was begun; `None` where there is no run to go on with.
     """
-    checkpoints, provenance = complete_checkpoints(output_dir), Path(output_dir) / PROVENANCE
-    if not checkpoints or not provenance.is_file():
+    checkpoints, found = complete_checkpoints(output_dir), read_provenance(output_dir)
+    if not checkpoints or not found:
         return None
-    found = json.loads(provenance.read_text(encoding="utf-8"))
     arguments, settings = found.get("arguments", {}), found.get("settings", {})
     return {
         "step": max(checkpoints),
@@ -441,9 +442,7 @@ def measure(plan: Plan, target: PreTrainedModel) -> Speed:
             generated_tau(trainer.target, trainer.whole_drafter(), prompts[:1], NUM_TOKENS)
         token = (time.perf_counter() - start) / NUM_TOKENS
     speed = [Speed(micro_step * plan.options["gradient_accumulation_steps"], simulation, token)]
-    if torch.distributed.is_initialized():  # what follows from it must be the same everywhere
-        torch.distributed.broadcast_object_list(speed)
-    return speed[0]
+    return broadcast_object_list(speed)[0]  # what follows from it must be the same everywhere
 
 
 class _StepClock(TrainerCallback):

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .data import parse_prompt, read_lines
+from .data import check_messages, parse_prompt, read_lines
 
 
 _USER_TEXT = "THE-USER'S-TEXT"
@@ -81,13 +81,7 @@ def parse_prompt_line(fields: dict[str, Any]) -> Prompt:
         messages = messages[:-1]
     if not messages:
         raise ValueError('"messages" holds assistant messages only')
-    for message in messages:
-        if not isinstance(message["content"], str):
-            raise ValueError('"content" of a message must be a text')
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text has half a surrogate pair at character {error.start}") from error
+    check_messages(messages)
     return Prompt(messages, plain)
 
 

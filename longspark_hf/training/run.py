@@ -5,7 +5,7 @@ Does not know: how a step is computed (trainer), good settings for a target (rec
 """
 
 import json
-import shutil
+import math
 import signal
 import sys
 import threading
@@ -17,22 +17,27 @@ from typing import Any
 
 import torch
 from huggingface_hub import create_repo, upload_folder
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from longspark_hf import LongSparkConfig, LongSparkDrafter
 from longspark_hf.evaluation import targets
-from longspark_hf.evaluation.provenance import provenance, write_result
+from longspark_hf.evaluation.provenance import provenance, read_result, write_result
 
 from .checks import (
     BEST,
+    BETTER,
     EVALUATIONS,
+    METRICS,
     PROVENANCE,
     check_disk,
     check_output,
     check_same_run,
     check_start,
     check_tokenizer,
+    delete_interrupted,
     delete_run,
+    replace_best,
     run_bytes,
     run_settings,
 )
@@ -150,17 +155,15 @@ class KeepBest(TrainerCallback):
         if not state.is_world_process_zero:
             return
         metrics = metrics | {"step": state.global_step}
-        folder = Path(args.output_dir) / BEST
-        file = folder / "metrics.json"
-        best = json.loads(file.read_text()) if file.exists() else {}
+        file = Path(args.output_dir) / BEST / METRICS
+        best = read_result(file) if file.exists() else {}
         metric = next((name for name in self.METRICS if name in metrics), None)
         if metric is not None and metrics[metric] > best.get(metric, -1.0):
-            # Written aside and moved into place whole: a kill never leaves half a drafter.
-            scratch = folder.with_name(f"{BEST}.new")
-            drafter.save_pretrained(scratch)
-            (scratch / file.name).write_text(json.dumps(metrics, indent=2) + "\n")
-            shutil.rmtree(folder, ignore_errors=True)
-            scratch.rename(folder)
+            # Written aside and moved into place whole: a kill never leaves half a drafter, or none.
+            better = Path(args.output_dir) / BETTER
+            drafter.save_pretrained(better)
+            write_result(better / METRICS, metrics)
+            replace_best(args.output_dir)
         with (Path(args.output_dir) / EVALUATIONS).open("a") as log:
             log.write(json.dumps(metrics | {"time": time.time()}) + "\n")
 
@@ -188,7 +191,12 @@ class Run:
                 f"{parameters / 1e6:.1f}M parameters" + (f", going on from {self.checkpoint}" * bool(self.checkpoint)),
                 file=sys.stderr,
             )
-        trainer.train(resume_from_checkpoint=self.checkpoint)
+        if self._is_done():
+            # The Trainer would take another step, and then see that it was one too many.
+            trainer.state = TrainerState.load_from_json(str(Path(self.checkpoint) / TRAINER_STATE_NAME))
+            trainer.model.load_state_dict(LongSparkDrafter.from_pretrained(self.checkpoint).state_dict())
+        else:
+            trainer.train(resume_from_checkpoint=self.checkpoint)
         if trainer.args.push_to_hub and trainer.is_world_process_zero():
             folder = Path(trainer.args.output_dir) / BEST
             token = trainer.args.hub_token
@@ -196,6 +204,15 @@ class Run:
                 repo_id=trainer.hub_model_id, folder_path=folder, commit_message="LongSpark drafter", token=token
             )
         return trainer
+
+    def _is_done(self) -> bool:
+        if self.checkpoint is None:
+            return False
+        args, steps = self.trainer.args, self.trainer.args.max_steps
+        if steps <= 0:
+            per_epoch = math.ceil(len(self.trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
+            steps = math.ceil(args.num_train_epochs * per_epoch)
+        return int(self.checkpoint.rpartition("-")[2]) >= steps
 
 
 def train(
@@ -258,7 +275,7 @@ def prepare(
             JSONL, see [`read_samples`]; its last `eval_share` is held out. Or what [`load_training_data`] made of it.
         output_dir (`str`): Gets checkpoints, `best/`, `evaluations.jsonl` and `provenance.json`.
         mask_token_id (`int`, *optional*): A token the target never emits; looked for by default.
-        config (`dict`, *optional*): Fields of [`LongSparkConfig`] other than the target's.
+        config (`dict`, *optional*): Fields of [`LongSparkConfig`] other than the target's; they win over the arguments.
         draft_vocab_size (`int`, *optional*): Propose only so many of the data's most frequent tokens.
         from_target (`bool`, *optional*, defaults to `True`): Start draft layers as the paired target layers.
         init_from (`str`, *optional*): Start from this drafter, a folder or a Hub id; its config is kept.
@@ -287,8 +304,9 @@ def prepare(
 
     torch.manual_seed(arguments.get("seed", 42))
     wanted = {"mask_token_id": mask_token_id, "draft_vocab_size": draft_vocab_size, **(config or {})}
+    draft_vocab_size = wanted["draft_vocab_size"]
     if init_from is None:
-        if mask_token_id is None:
+        if wanted["mask_token_id"] is None:
             wanted["mask_token_id"] = targets.mask_token_id(tokenizer, vocab_size)
         drafter = LongSparkDrafter(LongSparkConfig.from_target(target.config, tokenizer, **wanted)).float()
         if draft_vocab_size is not None:
@@ -353,6 +371,9 @@ def _claim_output(args: TrainingArguments, settings: dict[str, Any], num_paramet
             check_same_run(folder, settings)
         elif args.process_index == 0:
             delete_run(folder)
+        if args.process_index == 0:
+            replace_best(folder)
+            delete_interrupted(folder)
         if args.push_to_hub and args.process_index == 0:
             _check_hub(args)
         if args.save_strategy != "no":
@@ -381,8 +402,11 @@ def result(output_dir: str | Path) -> dict[str, Any]:
     """
     folder = Path(output_dir)
     evaluations = folder / EVALUATIONS
-    first = json.loads(evaluations.read_text().partition("\n")[0]) if evaluations.exists() else {}
-    best = json.loads((folder / BEST / "metrics.json").read_text()) if (folder / BEST).exists() else {}
+    try:
+        first = json.loads(evaluations.read_text().partition("\n")[0]) if evaluations.exists() else {}
+    except ValueError:  # torn by a kill
+        first = {}
+    best = read_result(folder / BEST / METRICS) if (folder / BEST).exists() else {}
     return {
         "tau_before": first.get("eval_tau") if first.get("step") == 0 else None,
         "tau_after": best.get("eval_tau"),

@@ -6,9 +6,8 @@ Does not know: how views are made (views), what the loss is (loss_longspark), wh
 """
 
 import contextlib
-import json
 import os
-import shutil
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from longspark_hf.configuration_longspark import LongSparkConfig
+from longspark_hf.evaluation.provenance import read_result, write_result
 from longspark_hf.loss_longspark import at_least_fp32, slot_weights, target_probabilities
 from longspark_hf.modeling_longspark import LongSparkDrafter
 from longspark_hf.target_longspark import BorrowedTarget, check_fit
@@ -87,7 +87,8 @@ class LongSparkTrainer(Trainer):
         drafter ([`LongSparkDrafter`]): Trained.
         target (`PreTrainedModel`): Frozen. Moved to the training device unless it has a `device_map`.
         args (`TrainingArguments`): As for `Trainer`.
-        train_dataset, eval_dataset (`Dataset`): Of items with `input_ids`, `response_mask` and `temperature`.
+        train_dataset, eval_dataset (`Dataset`):
+            Of items with `input_ids`, `response_mask` and `temperature`; for evaluation, several by name as well.
         eval_prompts (`Sequence[torch.LongTensor]`, *optional*):
             Prompts of shape `(1, length)`; evaluation reports the τ of greedy `generate` over them as `eval_tau`.
         num_anchors (`int`, *optional*, defaults to 512): Anchors per sequence, drawn anew each time it is seen.
@@ -119,7 +120,7 @@ class LongSparkTrainer(Trainer):
         args: TrainingArguments,
         *,
         train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
         eval_prompts: Sequence[torch.LongTensor] = (),
         num_anchors: int = 512,
         anchors_per_group: int = 32,
@@ -130,6 +131,12 @@ class LongSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         check_fit(drafter.config, target)
+        if args.metric_for_best_model in ("loss", "eval_loss"):
+            raise ValueError(
+                f"An evaluation reports no loss, but `metric_for_best_model` is {args.metric_for_best_model!r}, as it is by "
+                'default. Pass `metric_for_best_model="tau"` and `eval_prompts`, or "simulated_tau" or '
+                '"simulated_tau_greedy", to `TrainingArguments`.'
+            )
         drafter.boundary_fusion.fc1.requires_grad_(boundary_lr_scale != 0)
         args.remove_unused_columns = False
         args.label_names = []
@@ -139,6 +146,8 @@ class LongSparkTrainer(Trainer):
             # Layer by layer, for shapes that change: the views of every pass have lengths of their own.
             os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "1"
             os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"] = "1"
+        if eval_dataset is None and len(eval_prompts):
+            eval_dataset = []  # enough to evaluate, though `Trainer` asks for a dataset
         super().__init__(
             drafter, args, data_collator=collate, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
@@ -324,33 +333,48 @@ class LongSparkTrainer(Trainer):
         return torch.cat(list(chunks))
 
     def evaluate(
-        self, eval_dataset: Dataset | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """
         Simulated acceptance over the evaluation data, and τ of `generate` over `eval_prompts` as `eval_tau`.
 
         Returns:
-            `dict`: see [`summarize`].
+            `dict`: see [`summarize`]; with several datasets by name, the names are in those of the metrics.
+
+        Raises:
+            `ValueError`: without data and prompts.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(datasets, dict):
+            datasets = {"": () if datasets is None else datasets}
+        if not any(map(len, datasets.values())) and not self.eval_prompts:
+            raise ValueError("There is nothing to evaluate on. Pass `eval_dataset`, or `eval_prompts` to the trainer.")
         drafter = self.whole_drafter()
         was_training = drafter.training
         drafter.eval()
         world, rank = self.args.world_size, self.args.process_index
 
-        def sequences():
+        def sequences(dataset: Dataset) -> Iterator[tuple]:
             for index in range(rank, len(dataset), world):
                 inputs = self._prepare_inputs(collate([dataset[index]]))
                 if not len(possible_anchors(inputs["response_mask"][0])):
                     continue  # a response of one token has no round
                 yield self.run_target(inputs)[0], inputs["response_mask"][0], dataset[index]["temperature"]
 
+        metrics = {}
         # Evaluation must not move the random state that training continues with.
         with torch.random.fork_rng():
-            sums = simulate(drafter, self.borrowed, sequences()).to(self.args.device, torch.float32)
-            if world > 1:
-                sums = self.accelerator.reduce(sums)
-            metrics = summarize(sums.double().cpu(), drafter.config.block_size, metric_key_prefix)
+            for name, dataset in datasets.items():
+                if not len(dataset):
+                    continue
+                sums = simulate(drafter, self.borrowed, sequences(dataset)).to(self.args.device, torch.float32)
+                if world > 1:
+                    sums = self.accelerator.reduce(sums)
+                prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+                metrics |= summarize(sums.double().cpu(), drafter.config.block_size, prefix)
             if self.eval_prompts:
                 metrics[f"{metric_key_prefix}_tau"] = generated_tau(
                     self.target, drafter, self.eval_prompts, self.eval_new_tokens, do_sample=False
@@ -361,6 +385,18 @@ class LongSparkTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def predict(self, *_: Any, **__: Any) -> None:
+        """
+        Not for a drafter.
+
+        Raises:
+            `ValueError`: always.
+        """
+        raise ValueError(
+            "A drafter predicts nothing without its target. Use `evaluate(dataset)` for its metrics, or "
+            "`target.generate(**inputs, assistant_model=drafter)`."
+        )
 
     def whole_drafter(self) -> LongSparkDrafter:
         """The drafter to evaluate; a copy where it is sharded, as processes evaluate on their own."""
@@ -378,33 +414,50 @@ class LongSparkTrainer(Trainer):
             logs |= peak_memory(self.args.device)
         super().log(logs, *args, **kwargs)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """As `Trainer.train`; `True` goes on from the newest checkpoint that was written to its end."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"There is no complete checkpoint in {self.args.output_dir} to resume from. Choose another `output_dir`, "
+                    "or leave out `resume_from_checkpoint`."
+                )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        # Older checkpoints go when the new one is complete, not before: a kill must leave one.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each process writes its random state
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (folder / COMPLETE).write_text(json.dumps({"num_anchors_seen": self.num_anchors_seen}) + "\n")
+            output_dir = self._get_output_dir(trial)
+            folder = Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            write_result(folder / COMPLETE, {"num_anchors_seen": self.num_anchors_seen})
+            rotate_checkpoints(output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         file = Path(resume_from_checkpoint) / COMPLETE
         if file.exists():
-            self.num_anchors_seen = json.loads(file.read_text())["num_anchors_seen"]
+            self.num_anchors_seen = read_result(file)["num_anchors_seen"]
+
+
+def all_checkpoints(output_dir: str | Path) -> dict[int, Path]:
+    """Folders of checkpoints, by step."""
+    found = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    return {int(step): path for path, step in found.items() if re.fullmatch(r"[0-9]+", step) and path.is_dir()}
 
 
 def complete_checkpoints(output_dir: str | Path) -> dict[int, Path]:
-    """Folders of the checkpoints that were written to their end, by step."""
-    files = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{COMPLETE}")
-    return {int(file.parent.name.rpartition("-")[2]): file.parent for file in files}
+    """Those that were written to their end."""
+    return {step: path for step, path in all_checkpoints(output_dir).items() if (path / COMPLETE).is_file()}
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
-    """
-    The newest checkpoint that was written to its end. Those that were not are deleted, or they would be in the way.
-
-    Args:
-        output_dir (`str`): Of the run.
-    """
+    """The newest checkpoint that was written to its end."""
     complete = complete_checkpoints(output_dir)
-    for folder in set(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) - set(complete.values()):
-        shutil.rmtree(folder)
     return str(complete[max(complete)]) if complete else None
