@@ -5,8 +5,8 @@ Does not know: how tokens are drafted or verified.
 """
 
 AUTO = "auto"
-# Weight of the newest observation in every running mean.
-NEW = 0.2
+# Weight of the newest observation in the running means: times differ little, acceptance is a coin that must be thrown often.
+NEW_SECONDS, NEW_ACCEPTED = 0.2, 0.1
 # Rounds at the start that measure both ends, the whole block and no draft, in turn.
 PROBES = 4
 # Rounds without drafts before drafting is tried again: doubled after every failure, back to the first after a success.
@@ -63,10 +63,10 @@ class DraftSchedule:
         known = self.seconds.get(length)
         # The first rounds pay for allocations: the later one of the probes counts.
         forget = known is None or self.rounds <= PROBES
-        self.seconds[length] = seconds if forget else known + NEW * (seconds - known)
+        self.seconds[length] = seconds if forget else known + NEW_SECONDS * (seconds - known)
         for number in accepted:
             for position in range(min(number + 1, length)):
-                self.accepted[position] += NEW * ((position < number) - self.accepted[position])
+                self.accepted[position] += NEW_ACCEPTED * ((position < number) - self.accepted[position])
         if self.rounds < PROBES or (length == 0 and self.rounds > PROBES):
             return
         if max(range(self.cap + 1), key=self._tokens_per_second) == 0:
