@@ -198,8 +198,12 @@ def print_training(report: dict[str, Any]) -> None:
     if report["tau_after"] is not None:
         before = "" if report["tau_before"] is None else f"{report['tau_before']:.2f} before, "
         console.print(f"τ on held-out prompts: {before}{report['tau_after']:.2f} after {report['step']:,} steps.")
-    if report["step"] == 0:
-        console.print("No evaluation came out above the start: train longer, or on more data.")
+    if report["step"] == 0 and done < steps:
+        console.print("The drafter below is the untrained start: no evaluation came out above it so far.")
+    elif report["step"] == 0:
+        console.print(
+            "The drafter below is the untrained start: nothing came out above it. Train longer, or on more data."
+        )
     console.print(f"Drafter: {report['drafter']}", soft_wrap=True)
     console.print(
         f"""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from longspark_hf.training.checks import run_bytes
 from longspark_hf.training.estimates import training_memory
 from longspark_hf.training.plan import Speed, make_plan
 from longspark_hf.training.recipe import batch_size, late_layer_ids, recipe
-from longspark_hf.training.run import prepare, train
+from longspark_hf.training.run import KeepBest, prepare, train
+
+from . import targets
 
 
 VOCAB_SIZE, EOS = 272, 2
@@ -579,6 +582,18 @@ def test_a_kill_while_a_better_drafter_is_kept_loses_no_drafter(
     LongSparkDrafter.from_pretrained(tmp_path / "best")
     kept = json.loads((tmp_path / "best" / "metrics.json").read_text())
     assert kept["step"] == (2 if moment == "before-writing" else 4)
+
+
+def test_of_two_drafters_with_the_same_tau_the_better_guesser_is_kept(tmp_path):
+    drafter = targets.random_drafter(targets.build("llama"))
+    keep = KeepBest(SimpleNamespace(whole_drafter=lambda: drafter))
+    kept = []
+    for step, (tau, simulated) in enumerate([(1.5, 1.3), (1.5, 1.4), (1.5, 1.35), (1.6, 1.0), (1.5, 1.5)]):
+        metrics = {"eval_tau": tau, "eval_simulated_tau_greedy": simulated}
+        state = SimpleNamespace(is_world_process_zero=True, global_step=step)
+        keep.on_evaluate(SimpleNamespace(output_dir=tmp_path), state, None, metrics)
+        kept.append(json.loads((tmp_path / "best" / "metrics.json").read_text())["step"])
+    assert kept == [0, 1, 1, 3, 3]
 
 
 def test_no_resume_deletes_a_half_kept_drafter_too(train_command, tmp_path):

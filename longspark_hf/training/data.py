@@ -153,7 +153,7 @@ def _object(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
+        raise ValueError(f"not valid JSON (column {error.colno}: {error.msg})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object with named fields, got a {type(fields).__name__}")
     return fields

@@ -143,7 +143,10 @@ class StopOnInterrupt(TrainerCallback):
 
 
 class KeepBest(TrainerCallback):
-    """Keeps the drafter with the highest τ of all evaluations in `output_dir/best`, simulated τ where none is generated."""
+    """
+    Keeps the drafter with the highest τ of all evaluations in `output_dir/best`. Where τ is equal, as it may be on a few
+    short prompts, or none is generated, simulated τ decides.
+    """
 
     METRICS = ("eval_tau", "eval_simulated_tau_greedy", "eval_simulated_tau")
 
@@ -157,8 +160,8 @@ class KeepBest(TrainerCallback):
         metrics = metrics | {"step": state.global_step}
         file = Path(args.output_dir) / BEST / METRICS
         best = read_result(file) if file.exists() else {}
-        metric = next((name for name in self.METRICS if name in metrics), None)
-        if metric is not None and metrics[metric] > best.get(metric, -1.0):
+        known = [name for name in self.METRICS if name in metrics]
+        if known and [metrics[name] for name in known] > [best.get(name, -1.0) for name in known]:
             # Written aside and moved into place whole: a kill never leaves half a drafter, or none.
             better = Path(args.output_dir) / BETTER
             drafter.save_pretrained(better)
