@@ -122,7 +122,7 @@ BATCH_COLUMNS: list[Column] = [
     ("sequences", lambda row: str(row["batch_size"])),
     ("new tokens each", lambda row: str(row["max_new_tokens"])),
     ("plain tokens/s", lambda row: f"{row['plain']['tokens_per_second']:.1f}"),
-    ("plain, our cache", lambda row: f"{row['plain_in_place']['speedup']:.2f}" if "plain_in_place" in row else "-"),
+    ("plain, our cache", lambda row: f"{row['plain_in_place']['speedup']:.2f}"),
     ("our loop, no drafts", lambda row: f"{row['no_drafts']['speedup']:.2f}"),
     ("τ", lambda row: f"{row['longspark']['tau']:.2f}"),
     ("speedup", lambda row: f"{row['longspark']['speedup']:.2f}"),
