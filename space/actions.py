@@ -9,12 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 from limits import (
+    CONTEXTS,
     FILE_TYPES,
+    MAX_BLOCK_SIZE,
     MAX_CHARACTERS,
     MAX_FILE_BYTES,
     MAX_NEW_TOKENS,
     MAX_QUEUE,
-    check_number,
+    Refusal,
+    check_switch,
+    check_temperature,
+    check_whole,
 )
 from measuring import Measured, Point, measure, sweep_contexts
 from pool import POOL
@@ -45,8 +50,8 @@ def run_race(
         `Refusal`: for anything that is not accepted.
         `Stopped`: if it was stopped before it began.
     """
-    check_number("The temperature", temperature, 0, 2)
-    check_number("The cap on the draft", block_size, 0, 64)
+    check_temperature(temperature)
+    check_whole("The cap on the draft", block_size, 0, MAX_BLOCK_SIZE)
     loaded, _ = POOL.get(target, drafter)
     built = build_prompt(loaded, prompt, document, context, max_new_tokens)
     request = RaceRequest(
@@ -57,7 +62,7 @@ def run_race(
 
 
 def race_point(view: RaceView, target: str) -> Point | None:
-    """The point of the charts that a finished race measured; none if it was stopped or there was no round."""
+    """The point of the charts that a finished race measured; none if it was stopped or nothing was drafted."""
     if view.draft_ms is None or view.stopped:
         return None
     loaded, _ = POOL.get(target)
@@ -65,9 +70,28 @@ def race_point(view: RaceView, target: str) -> Point | None:
 
 
 def run_measure(target: str, drafter: str, context: int, growing: bool, stop: Stop) -> Iterator[Measured]:
-    """Measure one length, or with `context` 0 all that fit."""
-    loaded, chosen = POOL.get(target, drafter)
-    contexts = [int(context)] if context else sweep_contexts(loaded, chosen, growing)
+    """
+    Measure one length.
+
+    Raises:
+        `Refusal`: for anything that is not accepted.
+        `Stopped`: when stopped.
+    """
+    check_switch("The switch `growing`", growing)
+    check_whole("The context", context, 1, CONTEXTS[-1])
+    POOL.get(target, drafter)
+    stop.check()
+    yield from measure(target, drafter, [int(context)], growing, stop)
+
+
+def run_sweep(target: str, drafter: str, growing: bool, stop: Stop) -> Iterator[Measured]:
+    """Measure all lengths that fit. Raises as [`run_measure`] does."""
+    check_switch("The switch `growing`", growing)
+    contexts = sweep_contexts(*POOL.get(target, drafter), growing)
+    if not contexts:
+        raise Refusal(
+            f"This machine has not enough free memory for {CONTEXTS[0]:,} tokens now. Try again in a moment."
+        )
     stop.check()
     yield from measure(target, drafter, contexts, growing, stop)
 

@@ -6,6 +6,7 @@ Run it with `make space`, or `python space/app.py`. In a Space the folder longsp
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,24 @@ for folder in (HERE.parent, HERE):
 
 import hardware  # noqa: E402, I001  (before torch)
 import gradio as gr  # noqa: E402
-from actions import race_point, run_measure, run_race  # noqa: E402
+from actions import race_point, run_measure, run_race, run_sweep  # noqa: E402
 from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
-from documents import read_document  # noqa: E402
-from endpoints import MODEL_WORK, add_endpoints  # noqa: E402
-from limits import FILE_TYPES, MAX_FILE_BYTES, MAX_NEW_TOKENS, MAX_QUEUE, Refusal, short_length  # noqa: E402
-from measuring import Point  # noqa: E402
-from panes import pane_html, summary_html, waiting_panes  # noqa: E402
+from documents import take_document  # noqa: E402
+from endpoints import DOCUMENT_WORK, MODEL_WORK, add_endpoints  # noqa: E402
+from limits import CONTEXTS, MAX_FILE_BYTES, MAX_NEW_TOKENS, MAX_QUEUE, Refusal, short_length  # noqa: E402
+from measuring import Measured, Point  # noqa: E402
+from panes import LONGSPARK_NAME, PLAIN_NAME, pane_html, summary_html, waiting_panes  # noqa: E402
 from pool import POOL  # noqa: E402
 from prompts import EXAMPLES  # noqa: E402
 from stopping import Stop, Stopped  # noqa: E402
-from words import HEAD, HOW_IT_WORKS, notice, status_html  # noqa: E402
+from words import HEAD, HOW_IT_WORKS, document_html, notice, status_html  # noqa: E402
 
 
 COMMITTED = Committed.read()
 SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 THEME = gr.themes.Soft(
     primary_hue="orange", font=SYSTEM_FONTS, font_mono=["ui-monospace", "Consolas", "monospace"]
-).set(  # the theme's own oranges and greys are too pale to read
+).set(  # the theme's own oranges and greys are too pale to read, and its borders too pale to see
     block_info_text_color="*neutral_600",
     block_info_text_color_dark="*neutral_300",
     block_title_text_color="*primary_800",
@@ -47,15 +48,24 @@ THEME = gr.themes.Soft(
     button_primary_background_fill_hover_dark="*primary_800",
     checkbox_label_background_fill_selected="*primary_700",
     checkbox_label_background_fill_selected_dark="*primary_700",
+    button_border_width="1px",
+    button_secondary_border_color="*neutral_500",
+    button_secondary_border_color_hover="*neutral_700",
+    input_border_width="1px",
+    input_border_color="*neutral_500",
 )
 QUIET = {"api_visibility": "private", "show_progress": "hidden"}
 AT_ONCE = QUIET | {"queue": False}
+# Uploads are removed when they were read; this is for those that never are, as when a page is closed too early.
+FORGET_FILES = (600, 600)
+# Switches of the page's works that have left the queue.
+_RUNNING: set[str] = set()
 
 
 def build_app() -> gr.Blocks:
     """The page and the named endpoints. Models are taken from `POOL` when something is asked for."""
-    with gr.Blocks(title="LongSpark: speed and memory, live", analytics_enabled=False) as app:
-        points, document, stop_path = gr.State([]), gr.State(""), gr.State("")
+    with gr.Blocks(title="LongSpark: speed and memory", analytics_enabled=False, delete_cache=FORGET_FILES) as app:
+        points, document, stop_path, withdrawn = gr.State([]), gr.State(""), gr.State(""), gr.State("")
         gr.HTML(HEAD)
         status, ticks = gr.HTML(status_html()), gr.Timer(0.5)
 
@@ -81,7 +91,7 @@ def build_app() -> gr.Blocks:
                 with gr.Row():
                     upload = gr.UploadButton("Upload a document", size="sm", elem_id="upload")
                     forget = gr.Button("Remove it", size="sm", elem_id="forget")
-                about_document = gr.HTML(_about(""), elem_id="about-document")
+                about_document = gr.HTML(document_html(), elem_id="about-document")
         with gr.Accordion("Settings", open=False):
             with gr.Row():
                 target = gr.Dropdown([], label="Target", elem_id="target")
@@ -121,11 +131,12 @@ def build_app() -> gr.Blocks:
         for button, (_, text, length, tokens) in zip(examples, EXAMPLES):
             chosen = _example(text, length, tokens)
             button.click(chosen, [target], [prompt, context, max_new_tokens], **AT_ONCE)
-        upload.upload(_read, upload, [document, about_document, message], concurrency_limit=4, **QUIET)
-        forget.click(lambda: ("", _about(""), None), None, [document, about_document, upload], **AT_ONCE)
+        upload.upload(_read, upload, [document, about_document, message], **QUIET, **DOCUMENT_WORK)
+        forgotten = [document, about_document, upload, message]
+        forget.click(lambda: ("", document_html(), None, ""), None, forgotten, **AT_ONCE)
         clear_button.click(lambda name: ([], charts_html([], name, COMMITTED)), target, [points, charts], **AT_ONCE)
 
-        buttons = [*starters, *stoppers]
+        buttons, runs = [*starters, *stoppers], []
         works = [
             (race_button, _race, [*settings, points, stop_path], race_outputs),
             (
@@ -139,10 +150,13 @@ def build_app() -> gr.Blocks:
         for button, work, inputs, outputs in works:
             begun = button.click(_begin, None, [stop_path, message, *buttons], **AT_ONCE)
             run = begun.then(work, inputs, outputs, **QUIET, **MODEL_WORK)
-            run.failure(_failed, None, message, **AT_ONCE)
+            runs.append(run)
+            run.failure(_failed, [stop_path, withdrawn], message, **AT_ONCE)
             run.then(_end, None, buttons, **AT_ONCE)
         for button in stoppers:
-            button.click(_stop, stop_path, message, **AT_ONCE)
+            # Not `AT_ONCE`: only of events in the queue does the page hear that a state changed.
+            button.click(_stop, stop_path, [message, withdrawn, *buttons], concurrency_limit=None, **QUIET)
+        withdrawn.change(None, None, None, cancels=runs)
         add_endpoints()
     return app.queue(max_size=MAX_QUEUE, default_concurrency_limit=1)
 
@@ -186,16 +200,10 @@ def _example(text: str, length: int, tokens: int) -> Any:
 
 def _read(file: str) -> list[Any]:
     try:
-        text = read_document(file)
+        text = take_document(file)
     except Refusal as refusal:
         return [gr.skip(), gr.skip(), notice(str(refusal), error=True)]
-    return [text, _about(text), ""]
-
-
-def _about(text: str) -> str:
-    if text:
-        return f"<p>Document: {len(text):,} characters, about {len(text) // 4:,} tokens, in front of the prompt.</p>"
-    return f"<p>No document. {', '.join(FILE_TYPES)} up to {MAX_FILE_BYTES // 2**20} MiB; nothing is kept.</p>"
+    return [text, document_html(text, Path(file).name), ""]
 
 
 def _begin() -> list[Any]:
@@ -208,25 +216,41 @@ def _end() -> list[Any]:
     return [*[gr.Button(interactive=True)] * 3, *[gr.Button(interactive=False)] * 2]
 
 
-def _failed() -> str:
+def _failed(stop_path: str, withdrawn: str) -> str:
+    if stop_path == withdrawn:  # to the page, what was cancelled has failed
+        return notice("Stopped before it began.")
     text = "This did not run to its end: the queue is full, or something failed. Try again in a moment."
     return notice(text, error=True)
 
 
-def _stop(stop_path: str) -> str:
-    if stop_path:
+def _stop(stop_path: str) -> list[Any]:
+    """What runs is told and ends by itself; what is still in the queue is withdrawn, whoever is before it."""
+    if stop_path in _RUNNING:
         Stop(stop_path).set()
-    return notice("Stopping …")
+        return [notice("Stopping …"), *[gr.skip()] * 6]
+    return [notice("Stopped before it began."), stop_path, *_end()]
+
+
+@contextmanager
+def _running(stop_path: str) -> Iterator[Stop]:
+    """Around work of the page that has left the queue."""
+    _RUNNING.add(stop_path)
+    try:
+        yield Stop(stop_path)
+    finally:
+        _RUNNING.discard(stop_path)
+        Stop(stop_path).clear()
 
 
 def _race(*values: Any) -> Iterator[list[Any]]:
     *settings, points, stop_path = values
     target = settings[3]
     try:
-        for view in run_race(*settings, Stop(stop_path)):
-            panes = pane_html("plain generate", view.plain), pane_html("LongSpark", view.longspark, view)
-            if not view.finished:
-                yield ["", summary_html(view), *panes, gr.skip(), gr.skip()]
+        with _running(stop_path) as stop:
+            for view in run_race(*settings, stop):
+                panes = pane_html(PLAIN_NAME, view.plain), pane_html(LONGSPARK_NAME, view.longspark, view)
+                if not view.finished:
+                    yield ["", summary_html(view), *panes, gr.skip(), gr.skip()]
         point = race_point(view, target)
         points = [*points, point] if point else points
         yield ["", summary_html(view), *panes, charts_html(points, target, COMMITTED), points]
@@ -234,22 +258,26 @@ def _race(*values: Any) -> Iterator[list[Any]]:
         yield [notice("Stopped before it began."), *[gr.skip()] * 5]
     except Refusal as refusal:
         yield [notice(str(refusal), error=True), *[gr.skip()] * 5]
-    finally:
-        Stop(stop_path).clear()
 
 
 def _measure(target: str, drafter: str, context: int, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
-    yield from _fill_charts(target, drafter, context or 1024, points, stop_path)
+    note = "" if context else " “As written” is no length, so this was 1K: choose a context for another."
+    with _running(stop_path) as stop:
+        measuring = run_measure(target, drafter, context or CONTEXTS[0], True, stop)
+        yield from _fill_charts(measuring, target, points, note)
 
 
 def _sweep(target: str, drafter: str, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
-    yield from _fill_charts(target, drafter, 0, points, stop_path)
+    with _running(stop_path) as stop:
+        yield from _fill_charts(run_sweep(target, drafter, True, stop), target, points)
 
 
-def _fill_charts(target: str, drafter: str, context: int, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+def _fill_charts(
+    measuring: Iterator[Measured], target: str, points: list[Point], note: str = ""
+) -> Iterator[list[Any]]:
     found: list[Point] = []
     try:
-        for measured in run_measure(target, drafter, context, True, Stop(stop_path)):
+        for measured in measuring:
             bar = (
                 f"<label>{short_length(measured.context)} tokens, pass {measured.done} of {measured.total} "
                 f"<progress value='{measured.done}' max='{measured.total}'></progress></label>"
@@ -259,13 +287,11 @@ def _fill_charts(target: str, drafter: str, context: int, points: list[Point], s
                 yield ["", bar, charts_html(points + found, target, COMMITTED), points + found]
             else:
                 yield ["", bar, gr.skip(), gr.skip()]
-        yield ["", f"{len(found)} points measured.", gr.skip(), gr.skip()]
+        yield ["", f"{len(found)} points measured.{note}", gr.skip(), gr.skip()]
     except Stopped:
         yield ["", f"Cancelled; {len(found)} points were measured and stay.", gr.skip(), gr.skip()]
     except Refusal as refusal:
         yield [notice(str(refusal), error=True), "", gr.skip(), gr.skip()]
-    finally:
-        Stop(stop_path).clear()
 
 
 def main(app: gr.Blocks | None = None, **options: Any) -> Any:

@@ -36,6 +36,12 @@ class Baton:
                 self._changed.notify_all()
             return self.seconds[lane]
 
+    def elapsed(self, lane: str) -> float:
+        """Seconds of `lane` so far, its turn that goes on included."""
+        with self._changed:
+            running = time.perf_counter() - self._since if self._holder == lane else 0.0
+            return self.seconds[lane] + running
+
     def leave(self, lane: str) -> None:
         """`lane` is done, or failed: the other one goes on alone."""
         self.put_down(lane)

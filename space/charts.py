@@ -24,7 +24,7 @@ LABELS = {
     "dflash": "growing cache (DFlash of the same shape)",
     "target": "target's K/V cache",
 }
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 270, 52, 22, 12, 40
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 270, 64, 22, 14, 44
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ def _axes(low_x: float, high_x: float, low: float, high: float, x_of: Callable, 
         parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{_number(decade)}</text>")
         decade *= 10
     ticks = [2**power for power in range(6, 21) if low_x <= 2**power <= high_x]
-    for context in ticks:
-        label = short_length(context)
-        x = x_of(context)
+    for number, context in enumerate(reversed(ticks)):
+        label, x = short_length(context), x_of(context)
+        every_second = " class='ls-second'" if number % 2 else ""  # has no room on a phone
         parts.append(f"<line class='ls-grid' x1='{x:.1f}' x2='{x:.1f}' y1='{bottom}' y2='{bottom + 4}'/>")
-        parts.append(f"<text x='{x:.1f}' y='{bottom + 17}' text-anchor='middle'>{label}</text>")
+        parts.append(f"<text{every_second} x='{x:.1f}' y='{bottom + 19}' text-anchor='middle'>{label}</text>")
     parts.append(f"<text x='{(LEFT + WIDTH) / 2}' y='{HEIGHT - 5}' text-anchor='middle'>context, tokens</text>")
     return "".join(parts)

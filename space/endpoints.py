@@ -1,17 +1,19 @@
 """The named endpoints for `gradio_client`, documented in README.md. Does not know: the page (app)."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import gradio as gr
-from actions import point_values, race_values, run_measure, run_race, server_limits
-from documents import read_document
+from actions import point_values, race_values, run_measure, run_race, run_sweep, server_limits
+from documents import take_document
 from limits import Refusal
+from measuring import Measured
 from stopping import Stop, Stopped
 
 
 # One at a time on the device, with a queue in front, shared by the page and all clients.
 MODEL_WORK = {"concurrency_limit": 1, "concurrency_id": "models"}
+# Unpacking a document takes memory and time of its own: one at a time, too, beside the models.
+DOCUMENT_WORK = {"concurrency_limit": 1, "concurrency_id": "documents"}
 
 
 def race(
@@ -40,20 +42,26 @@ def race(
         stop.clear()
 
 
-def measure(context: int = 8192, growing: bool = True, target: str = "", drafter: str = "") -> list[dict[str, Any]]:
-    """Draft time and state at one context length: LongSpark, and with `growing` the DFlash drafter of the same shape."""
-    return list(_points(context, growing, target, drafter))[-1]["points"]
+def measure(context: int = 8192, growing: bool = True, target: str = "", drafter: str = "") -> Iterator[list]:
+    """
+    Draft time and state at one context length: LongSpark, and with `growing` the DFlash drafter of the same shape.
+
+    Every yield has the points so far, so that it ends when its client is gone.
+    """
+    stop = Stop()
+    for values in _points(run_measure(target, drafter, context, growing, stop), stop):
+        yield values["points"]
 
 
 def sweep(growing: bool = True, target: str = "", drafter: str = "") -> Iterator[dict]:
     """The same at all lengths that fit. Every yield has the passes done, their number, and the points so far."""
-    yield from _points(0, growing, target, drafter)
-
-
-def _points(context: int, growing: bool, target: str, drafter: str) -> Iterator[dict]:
     stop = Stop()
+    yield from _points(run_sweep(target, drafter, growing, stop), stop)
+
+
+def _points(measuring: Iterator[Measured], stop: Stop) -> Iterator[dict]:
     try:
-        for measured in run_measure(target, drafter, context, growing, stop):
+        for measured in measuring:
             yield {"done": measured.done, "total": measured.total, "points": point_values(measured.points)}
     except (Refusal, Stopped) as refusal:
         raise gr.Error(str(refusal), print_exception=False) from None
@@ -64,7 +72,7 @@ def _points(context: int, growing: bool, target: str, drafter: str) -> Iterator[
 def read_file(file: str) -> str:
     """The text of an uploaded .txt, .md, .py or .pdf, as `race` takes it for `document`."""
     try:
-        return read_document(file)
+        return take_document(file)
     except Refusal as refusal:
         raise gr.Error(str(refusal), print_exception=False) from None
 
@@ -77,4 +85,4 @@ def add_endpoints() -> None:
     gr.api(server_limits, api_name="limits", queue=False)
     # Files come through components only; these are not on the page.
     file, text = gr.File(label="file", visible=False), gr.Textbox(label="text", visible=False)
-    file.upload(read_file, file, text, api_name="read_document", concurrency_limit=4)
+    file.upload(read_file, file, text, api_name="read_document", **DOCUMENT_WORK)

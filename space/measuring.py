@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from hardware import ON_ZERO_GPU, model_work, on_gpu
-from limits import CONTEXTS, Refusal, check_number, short_length
+from limits import CONTEXTS, Refusal, short_length
 from pool import POOL, LoadedTarget, own_copy
 from stopping import Stop
 
@@ -68,7 +68,7 @@ def sweep_contexts(loaded: LoadedTarget, drafter: LongSparkDrafter, growing: boo
 
 def _needed(drafter: LongSparkDrafter, context: int, growing: bool) -> int:
     # The growing cache is held twice: as it was, and with a block appended.
-    return 2 * peer_state_bytes(drafter.config, context, drafter.dtype) * growing
+    return 2 * peer_state_bytes(drafter.config, context, drafter.dtype) if growing else 0
 
 
 def measure_seconds(target: str, drafter: str, contexts: list[int], growing: bool, stop: Stop) -> int:
@@ -99,7 +99,6 @@ def measure(target: str, drafter: str, contexts: list[int], growing: bool, stop:
     loaded, chosen = POOL.get(target, drafter)
     possible = sweep_contexts(loaded, chosen, growing)
     for context in contexts:
-        check_number("The context", context, 1, CONTEXTS[-1])
         if context > max(possible, default=0):
             raise Refusal(
                 f"{context:,} tokens need more memory than this machine has free; up to {max(possible, default=0):,} can "

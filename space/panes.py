@@ -6,6 +6,7 @@ from limits import short_length
 from racing import LaneView, RaceView
 
 
+PLAIN_NAME, LONGSPARK_NAME = "plain generate", "LongSpark"
 ORIGINS = {
     "draft": "accepted draft",
     "target": "the target's own: correction or bonus",
@@ -15,12 +16,11 @@ ORIGINS = {
 
 def waiting_panes() -> tuple[str, str, str]:
     """Summary and panes before the first race."""
-    empty = "<p class='ls-empty'>The answer appears here.</p>"
-    return (
-        summary_html(None),
-        f"<section class='ls-pane'>{empty}</section>",
-        f"<section class='ls-pane'>{empty}</section>",
-    )
+    panes = [
+        f"<section class='ls-pane'><header><h3>{name}</h3></header><p class='ls-empty'>The answer appears here.</p></section>"
+        for name in (PLAIN_NAME, LONGSPARK_NAME)
+    ]
+    return (summary_html(None), *panes)
 
 
 def summary_html(view: RaceView | None, note: str = "") -> str:
@@ -109,9 +109,11 @@ def _drafting(lane: LaneView, view: RaceView) -> str:
     )
     rounds = f"τ = <b data-figure='lane-tau'>{lane.tau:.2f}</b> after {lane.rounds} rounds"
     times = ""
-    if view.draft_ms is not None:
+    if view.state_bytes is not None:
+        draft = "no draft" if view.draft_ms is None else f"draft {view.draft_ms:.1f} ms"
+        verification = "none" if view.verify_ms is None else f"{view.verify_ms:.1f} ms"
         times = (
-            f"<p>A round: draft {view.draft_ms:.1f} ms, verification {view.verify_ms:.1f} ms. Drafter state {_mib(view.state_bytes)}"
+            f"<p>A round: {draft}, verification {verification}. Drafter state {_mib(view.state_bytes)}"
             f" (<span data-figure='state-bytes' data-value='{view.state_bytes}'>{view.state_bytes:,}</span> bytes), target's K/V cache {_mib(view.target_bytes)}"
             f" at {short_length(view.context)} tokens.</p>"
         )

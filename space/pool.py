@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from hardware import ON_ZERO_GPU, is_out_of_memory, release_memory
-from limits import CONTEXTS, MAX_CONTEXT, MAX_CONTEXT_ON_SHARED_CPU, MAX_NTK_ALPHA, Refusal
+from limits import CONTEXTS, MAX_CONTEXT, MAX_CONTEXT_ON_SHARED_CPU, MAX_NTK_ALPHA, Refusal, check_text, shown
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -103,6 +103,8 @@ class Pool:
         Raises:
             `Refusal`: if they are not loaded.
         """
+        check_text("The name of the target", target)
+        check_text("The name of the drafter", drafter)
         if self.error is not None:
             raise Refusal(f"The models could not be loaded: {self.error}")
         if not self.ready:
@@ -112,11 +114,11 @@ class Pool:
             )
         target = target or next(iter(self.targets))
         if target not in self.targets:
-            raise Refusal(f"There is no target '{target}' here. Choose one of: {', '.join(self.targets)}.")
+            raise Refusal(f"There is no target {shown(target)} here. Choose one of: {', '.join(self.targets)}.")
         drafters = self.targets[target].drafters
         drafter = drafter or next(iter(drafters))
         if drafter not in drafters:
-            raise Refusal(f"There is no drafter '{drafter}' for {target}. Choose one of: {', '.join(drafters)}.")
+            raise Refusal(f"There is no drafter {shown(drafter)} for {target}. Choose one of: {', '.join(drafters)}.")
         return self.targets[target], drafters[drafter]
 
     def load(self, names: list[str] | None = None) -> None:

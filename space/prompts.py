@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from limits import MAX_CHARACTERS, MAX_NEW_TOKENS, Refusal, check_number
+from limits import MAX_CHARACTERS, MAX_NEW_TOKENS, Refusal, check_text, check_whole
 from pool import LoadedTarget
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -56,7 +56,9 @@ def build_prompt(
     Raises:
         `Refusal`: for an empty prompt, one that is too long, or a context that is not offered.
     """
-    check_number("The number of new tokens", max_new_tokens, 1, MAX_NEW_TOKENS)
+    check_whole("The number of new tokens", max_new_tokens, 1, MAX_NEW_TOKENS)
+    check_text("The prompt", prompt)
+    check_text("The document", document)
     if not prompt.strip():
         raise Refusal("The prompt is empty. Write a question, or choose one of the examples.")
     if len(prompt) + len(document) > MAX_CHARACTERS:
@@ -64,10 +66,9 @@ def build_prompt(
             f"Prompt and document have {len(prompt) + len(document):,} characters; up to {MAX_CHARACTERS:,} are read. "
             "Shorten them."
         )
-    limit = loaded.max_context
-    if context:
-        check_number("The context", context, min(256, limit), limit)
-    tokenizer = loaded.tokenizer
+    limit, tokenizer = loaded.max_context, loaded.tokenizer
+    if isinstance(context, bool) or context != 0:  # 0 takes the prompt as it is
+        check_whole("The context", context, min(256, limit), limit)
     if context:
         ids, origin = _padded(tokenizer, prompt, document, int(context) - int(max_new_tokens))
     else:

@@ -6,7 +6,7 @@ Does not know: prompts (prompts), turns (baton) or how a race looks (panes).
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,8 +139,20 @@ class Lane(BaseStreamer):
         self.name, self.model, self.drafter, self.request = name, model, drafter, request
         self.baton, self.stop, self.events = baton, stop, events
         self.puts = 0
-        self.draft_seconds = 0.0
+        self.drafts, self.draft_seconds = 0, 0.0
         self._drafting_since: float | None = None
+        self._drafted = False
+        if drafter is not None:  # a copy of its own, too
+            drafter.draft = self._noting(drafter.draft)
+
+    def _noting(self, draft: Callable) -> Callable:
+        """The drafter is not asked in every round: at the end there may be room for the target's own token only."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._drafted = True
+            return draft(*args, **kwargs)
+
+        return noted
 
     def watch(self, layers: torch.nn.ModuleList) -> None:
         """Be told before every layer of a pass."""
@@ -152,9 +164,11 @@ class Lane(BaseStreamer):
         if self.puts == 1:  # the prompt came, its pass goes on
             self.events.put((self.name, "layer", read))
         elif read == 0 and self._drafting_since is not None:  # the draft ends where the verification begins
-            wait_for(self.model.device)
-            self.draft_seconds += time.perf_counter() - self._drafting_since
-            self._drafting_since = None
+            if self._drafted:
+                wait_for(self.model.device)
+                self.draft_seconds += time.perf_counter() - self._drafting_since
+                self.drafts += 1
+            self._drafting_since, self._drafted = None, False
 
     def put(self, value: torch.Tensor) -> None:
         """`generate` puts the prompt, then the token that follows from the prefill, then what each round committed."""
@@ -184,8 +198,8 @@ class Lane(BaseStreamer):
         finally:
             self.baton.leave(self.name)
 
-    def _generate(self) -> tuple[int, float, Any]:
-        """Runs the call; returns bytes of the target's K/V cache, seconds of drafting, and the drafter's statistics."""
+    def _generate(self) -> tuple[int, int, float, Any]:
+        """Runs the call; returns bytes of the target's K/V cache, drafts, their seconds, and the drafter's statistics."""
         request, device = self.request, self.model.device
         cache = DynamicCache(config=self.model.config)
         options: dict[str, Any] = {cache_argument(self.model): cache, "do_sample": request.temperature > 0}
@@ -204,7 +218,7 @@ class Lane(BaseStreamer):
             **options,
         )
         held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return held, self.draft_seconds, None if self.drafter is None else self.drafter.stats
+        return held, self.drafts, self.draft_seconds, None if self.drafter is None else self.drafter.stats
 
 
 def race_seconds(request: RaceRequest, stop: Stop) -> int:
@@ -258,14 +272,14 @@ def _run_lanes(
         lanes.append(lane)
     running = [_LANES.submit(lane.run) for lane in lanes]
     try:
-        yield from _follow(view, {name: Pieces(loaded.tokenizer) for name in order}, events)
+        yield from _follow(view, {name: Pieces(loaded.tokenizer) for name in order}, events, baton)
     finally:
         if not view.finished:  # failed, or the visitor is gone
             stop.set()
         wait(running)
 
 
-def _follow(view: RaceView, pieces: dict[str, Pieces], events: queue.Queue) -> Iterator[RaceView]:
+def _follow(view: RaceView, pieces: dict[str, Pieces], events: queue.Queue, baton: Baton) -> Iterator[RaceView]:
     """Keep the view up to date until both lanes are done."""
     running = set(pieces)
     next_report = 0.0
@@ -273,6 +287,7 @@ def _follow(view: RaceView, pieces: dict[str, Pieces], events: queue.Queue) -> I
         try:
             name, what, *details = events.get(timeout=REPORT_EVERY)
         except queue.Empty:
+            _show_clocks(view, running, baton)
             yield view
             continue
         lane = getattr(view, name)
@@ -289,11 +304,20 @@ def _follow(view: RaceView, pieces: dict[str, Pieces], events: queue.Queue) -> I
             if what == "done" and name == LONGSPARK:
                 _take_stats(view, *details)
         if time.monotonic() >= next_report:
+            _show_clocks(view, running, baton)
             yield view
             next_report = time.monotonic() + REPORT_EVERY
     _compare(view)
     view.finished = True
     yield view
+
+
+def _show_clocks(view: RaceView, running: set[str], baton: Baton) -> None:
+    """Of lanes that still read the prompt; later, seconds go with the tokens that came in them."""
+    for name in running:
+        lane = getattr(view, name)
+        if not lane.ids:
+            lane.seconds = baton.elapsed(name)
 
 
 def _count(lane: LaneView, pieces: Pieces, ids: list[int], seconds: float) -> None:
@@ -314,16 +338,17 @@ def _count(lane: LaneView, pieces: Pieces, ids: list[int], seconds: float) -> No
         lane.accepted_by_position[position] += 1
 
 
-def _take_stats(view: RaceView, target_bytes: int, draft_seconds: float, stats: Any) -> None:
+def _take_stats(view: RaceView, target_bytes: int, drafts: int, draft_seconds: float, stats: Any) -> None:
     """What the drafter itself counted replaces what was counted on the way."""
     lane = view.longspark
     lane.rounds, lane.tokens = stats.rounds, stats.tokens
     lane.accepted_by_position = list(stats.accepted_by_position)
     view.state_bytes, view.target_bytes = stats.state_bytes, target_bytes
+    # Not `stats.draft_seconds` and `stats.verify_seconds`: one of them runs on while the other lane holds the baton.
+    if drafts:
+        view.draft_ms = 1e3 * draft_seconds / drafts
     if stats.rounds:
-        # Not `stats.draft_seconds` and `stats.verify_seconds`: one of them runs on while the other lane holds the baton.
-        view.draft_ms = 1e3 * draft_seconds / stats.rounds
-        view.verify_ms = 1e3 * (lane.seconds - lane.prefill_seconds) / stats.rounds - view.draft_ms
+        view.verify_ms = 1e3 * (lane.seconds - lane.prefill_seconds - draft_seconds) / stats.rounds
 
 
 def _compare(view: RaceView) -> None:

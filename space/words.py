@@ -4,6 +4,7 @@ import html
 import os
 from pathlib import Path
 
+from limits import FILE_TYPES, MAX_FILE_BYTES, cut
 from pool import POOL
 
 
@@ -18,7 +19,8 @@ _MODEL = "<a href='https://huggingface.co/{0}'>{0}</a>"
 HEAD = f"""<div class="ls-head"><h1>LongSpark: the draft costs the same at any length</h1>
 <p>Plain <code>generate</code> and <code>generate</code> with a LongSpark drafter answer the same prompt. The text is the same;
 watch speed, accepted drafts and memory. Targets and drafters: {_MODEL.format("HuggingFaceTB/SmolLM2-135M-Instruct")},
-{_MODEL.format("Hehy/LongSpark-Qwen3-8B")}. Package: {_PACKAGE}.</p></div>"""
+{_MODEL.format("Hehy/LongSpark-Qwen3-4B")}, {_MODEL.format("Hehy/LongSpark-Qwen3-8B")}. Paper: LongSpark (2026). Package: {_PACKAGE}.</p>
+</div>"""
 
 HOW_IT_WORKS = f"""<div class="ls-how-text"><h2>How it works</h2>
 <p>A small drafter proposes a few tokens, the target checks them all in one pass and keeps those it would have written itself, plus
@@ -41,6 +43,14 @@ def status_html(device: str | None = None) -> str:
         f"<div class='ls-status' role='status' data-kind='loading'><label>Loading models, step {min(done + 1, total)} of {total}: "
         f"{html.escape(now)} … {seconds:.0f} s <progress value='{done}' max='{total}'></progress></label></div>"
     )
+
+
+def document_html(text: str = "", name: str = "") -> str:
+    """Which document stands in front of the prompt."""
+    if not text:
+        return f"<p>No document. {', '.join(FILE_TYPES)} up to {MAX_FILE_BYTES // 2**20} MiB; nothing is kept.</p>"
+    size = f"{len(text):,} characters, about {len(text) // 4:,} tokens"
+    return f"<p>Document: {html.escape(cut(name))}, {size}, in front of the prompt.</p>"
 
 
 def notice(text: str, error: bool = False) -> str:

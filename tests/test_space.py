@@ -1,5 +1,8 @@
 """The Space without a browser: numbers, refusals, stopping, memory and visitors, on tiny models."""
 
+import contextlib
+import io
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,34 +12,28 @@ import torch
 
 pytest.importorskip("gradio", reason="the Space needs gradio: pip install longspark-hf[space]")
 
-from .browser.scripted import DRAFTER, NAME, NEW_TOKENS, PROMPT, RANDOM, SPACE, fill_pool, scripted_target  # noqa: E402, I001
-from .targets import ScriptedDrafter, left_on  # noqa: E402
+from .browser.scripted import DRAFTER, NAME, NEW_TOKENS, PDF, PROMPT, RANDOM, SPACE  # noqa: E402, I001
+from .browser.scripted import FailingDrafter, byte_tokenizer, fill_pool, run, scripted_target  # noqa: E402
+from .targets import left_on  # noqa: E402
 
 import actions  # noqa: E402
+import app  # noqa: E402
+import documents  # noqa: E402
+import endpoints  # noqa: E402
 from baton import Baton  # noqa: E402
 from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
-from documents import read_document  # noqa: E402
+from documents import read_document, take_document  # noqa: E402
 from limits import MAX_CHARACTERS, MAX_FILE_BYTES, Refusal  # noqa: E402
 from measuring import PASSES, Point, measure  # noqa: E402
-from panes import pane_html, summary_html  # noqa: E402
+from panes import pane_html, summary_html, waiting_panes  # noqa: E402
 from pieces import Pieces  # noqa: E402
 from pool import POOL, own_copy  # noqa: E402
 from prompts import build_prompt  # noqa: E402
+from racing import LaneView, RaceView, _take_stats  # noqa: E402
 from stopping import Stop, Stopped  # noqa: E402
+from words import document_html  # noqa: E402
 
-
-class FailingDrafter(ScriptedDrafter):
-    """Raises `failure` in its second round."""
-
-    failure: Exception | None = None
-    act = None
-
-    def draft(self, *args, **kwargs):
-        if self.round == 1 and self.failure is not None:
-            raise self.failure
-        if self.round == 1 and self.act is not None:
-            self.act()
-        return super().draft(*args, **kwargs)
+from longspark_hf.stats_longspark import LongSparkStats  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -44,30 +41,6 @@ def pool():
     yield POOL
     POOL.targets.clear()
     POOL.ready, POOL.error = False, None
-
-
-def run(
-    stop=None, prompt=PROMPT, document="", context=0, new_tokens=NEW_TOKENS, temperature=0.0, block_size=0, **names
-):
-    """A race to its end; the last view."""
-    stop = stop or Stop()
-    names = {"target": NAME, "drafter": DRAFTER} | names
-    try:
-        return list(
-            actions.run_race(
-                prompt,
-                document,
-                context,
-                names["target"],
-                names["drafter"],
-                temperature,
-                new_tokens,
-                block_size,
-                stop,
-            )
-        )[-1]
-    finally:
-        stop.clear()
 
 
 @pytest.mark.parametrize("wrong_at, tau", [([0], 1.0), ([2], 3.0), ([3], 4.0), ([1, 3], 3.0)])
@@ -104,6 +77,19 @@ def test_both_lanes_say_what_plain_generate_says():
     assert view.longspark.tau == 2.0 and sum(view.longspark.accepted_by_position[1:]) == 0  # the cap holds
 
 
+def test_draft_time_is_of_rounds_that_drafted():
+    view = RaceView(LaneView(), LaneView(seconds=1.0, prefill_seconds=0.2), "plain", 7, 0.0, 4)
+    _take_stats(view, 0, 3, 0.3, LongSparkStats(rounds=4, tokens=9))
+    assert view.draft_ms == pytest.approx(100) and view.verify_ms == pytest.approx(125)
+
+
+def test_where_nothing_was_drafted_there_is_no_draft_time_and_no_point():
+    fill_pool(scripted_target())
+    view = run(new_tokens=2)  # one round, with room for the target's own token only
+    assert view.longspark.rounds == 1 and view.draft_ms is actions.race_point(view, NAME) is None
+    assert "A round: no draft, verification" in pane_html("LongSpark", view.longspark, view)
+
+
 def test_sampling_is_not_called_identical():
     fill_pool(scripted_target())
     view = run(temperature=1.0)
@@ -136,6 +122,14 @@ def test_a_clock_runs_in_its_own_turns_only():
     assert sorted(gaps)[len(gaps) // 2] < 0.03  # side by side, a step apart
 
 
+def test_a_clock_shows_the_turn_that_goes_on():
+    baton = Baton(["lane"])
+    baton.take("lane")
+    time.sleep(0.02)
+    assert baton.elapsed("lane") >= 0.02 and baton.seconds["lane"] == 0
+
+
+NO_LENGTHS = ["abc", float("nan"), float("inf"), [1], [], {}, True, None, 1.5, -1]
 REFUSED = {
     "empty": ({"prompt": " \n"}, "empty.*Write a question"),
     "too many characters": ({"prompt": "w" * (MAX_CHARACTERS + 1)}, "1,500,001 characters; up to 1,500,000"),
@@ -145,7 +139,17 @@ REFUSED = {
     "new tokens": ({"new_tokens": 10**6}, "new tokens is 1000000; it can be 1 to 256"),
     "no new tokens": ({"new_tokens": 0}, "new tokens is 0"),
     "temperature": ({"temperature": -1}, "temperature is -1; it can be 0 to 2"),
-    "temperature of another kind": ({"temperature": "hot"}, "temperature is hot"),
+    "temperature of another kind": ({"temperature": "hot"}, "temperature is 'hot'"),
+    "temperature that overflows": ({"temperature": 1e-40}, "1e-40; it can be 0 .greedy., or 0.01 to 2"),
+    "temperature not a number": ({"temperature": float("nan")}, "temperature is nan"),
+    "half a token": ({"new_tokens": 1.5}, "new tokens is 1.5; it has to be a whole number"),
+    "half a character": ({"prompt": "ab\ud800"}, "prompt has half a character at position 3"),
+    "half a character in a name": ({"target": "\ud800"}, "name of the target has half a character"),
+    "a list of targets": ({"target": ["a"]}, r"name of the target is \['a'\]; it has to be a text"),
+    "a long name": ({"target": "x" * 10**6}, "no target 'x{30,60}[.]{3}x{30,60}' here"),
+    **{f"prompt {x}": ({"prompt": x}, "The prompt is .*has to be a text") for x in (5, None, ["x"])},
+    **{f"document {x}": ({"document": x}, "The document is .*has to be a text") for x in (3, None, ["x"])},
+    **{f"context {x}": ({"context": x}, "The context is .*; it") for x in NO_LENGTHS},
     "block size": ({"block_size": -3}, "cap on the draft is -3"),
     "target": ({"target": "gpt"}, "no target 'gpt' here. Choose one of: tiny"),
     "drafter": ({"drafter": "other"}, "no drafter 'other' for tiny. Choose one of: scripted, random"),
@@ -177,19 +181,20 @@ def test_a_long_document_is_cut_to_the_context():
     assert len(built.ids) == 512 - 40 and "cut" in built.origin
 
 
-PDF = b"""%PDF-1.4
-1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
-2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
-3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>endobj
-4 0 obj<</Length 47>>stream
-BT /F1 12 Tf 20 100 Td (A glacier flows.) Tj ET
-endstream endobj
-5 0 obj<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>endobj
-trailer<</Root 1 0 R/Size 6>>
-startxref
-0
-%%EOF
-"""
+@pytest.mark.parametrize("context", [*NO_LENGTHS, 0, 131073])
+def test_a_measurement_is_of_one_length(context):
+    fill_pool(scripted_target())
+    with pytest.raises(Refusal, match="The context is .*; it"):
+        next(actions.run_measure(NAME, RANDOM, context, True, Stop()))
+
+
+@pytest.mark.parametrize("growing", [-1, 0, 1, 10**9, "x", [], None])
+def test_growing_is_true_or_false_and_nothing_to_calculate_with(growing):
+    fill_pool(scripted_target())
+    asked = {"target": NAME, "drafter": RANDOM, "growing": growing, "stop": Stop()}
+    for begun in (actions.run_measure(context=1024, **asked), actions.run_sweep(**asked)):
+        with pytest.raises(Refusal, match="`growing` is .*; it can be true or false"):
+            next(begun)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +221,75 @@ def test_documents_are_read_as_text(tmp_path, name, data, text):
         ("a.txt", b"\xff\xfe\xfa", "not UTF-8"),
         ("a.py", b"MZ\0\0", "binary file"),
         ("a.pdf", b"not a pdf", "cannot be read as a PDF"),
-        ("a.txt", b"x" * (MAX_CHARACTERS + 1), "1,500,001 characters"),
+        ("a.txt", b"x" * (MAX_CHARACTERS + 1), "more than 1,500,000 characters"),
     ],
 )
 def test_bad_documents_are_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(Refusal, match=message):
         read_document(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "limit, value, message, pages_read",
+    [
+        ("MAX_PDF_PAGES", 2, "has 3 pages; up to 2", 0),
+        ("MAX_PDF_SECONDS", -1, "takes longer than -1 seconds", 1),
+        ("MAX_CHARACTERS", 20, "more than 20 characters", 2),
+    ],
+)
+def test_a_pdf_is_not_read_further_than_it_is_accepted(tmp_path, monkeypatch, limit, value, message, pages_read):
+    from pypdf import PageObject, PdfWriter
+
+    writer, read, extract = PdfWriter(), [], PageObject.extract_text
+    for _ in range(3):
+        writer.append(io.BytesIO(PDF))
+    writer.write(tmp_path / "a.pdf")
+    monkeypatch.setattr(documents, limit, value)
+    monkeypatch.setattr(PageObject, "extract_text", lambda page, **how: read.append(page) or extract(page, **how))
+    with pytest.raises(Refusal, match=message):
+        read_document(tmp_path / "a.pdf")
+    assert len(read) == pages_read
+
+
+def test_uploads_are_removed_when_they_were_read_or_refused(tmp_path):
+    for nothing in (None, 3, ["x"]):
+        with pytest.raises(Refusal, match="The file is .*Upload one"):
+            take_document(nothing)
+    for reader in (app._read, endpoints.read_file):
+        for path in (tmp_path / "a.md", tmp_path / "a.gif"):
+            path.write_text("text")
+            with contextlib.suppress(app.gr.Error):
+                reader(str(path))
+            assert not path.exists()
+    assert app.build_app().delete_cache == (600, 600)
+
+
+def test_the_page_names_the_document_and_the_lanes():
+    shown = document_html("text", "<b>" + "n" * 500)
+    assert "Document: &lt;b&gt;n" in shown and len(shown) < 250
+    assert [re.findall("<h3>(.*)</h3>", pane) for pane in waiting_panes()] == [[], ["plain generate"], ["LongSpark"]]
+
+
+def test_stop_withdraws_what_waits_and_tells_what_runs():
+    stop = Stop()
+    _, withdrawn, *buttons = app._stop(stop.path)
+    assert withdrawn == stop.path and not stop.is_set()
+    assert [button.interactive for button in buttons] == [True] * 3 + [False] * 2
+    with app._running(stop.path):
+        assert app._stop(stop.path)[1] != stop.path and stop.is_set()
+    assert not stop.is_set()
+    fns = app.build_app().fns.values()
+    assert [len(fn.cancels) for fn in fns if fn.cancels] == [3]
+    assert [fn.concurrency_limit for fn in fns if fn.concurrency_id == "documents"] == [1, 1]  # one is read at a time
+
+
+def test_a_measurement_ends_when_its_client_leaves():
+    fill_pool(scripted_target())
+    points = endpoints.measure(1024, drafter=RANDOM)
+    assert next(points) == []
+    points.close()
+    assert [point["method"] for point in list(endpoints.measure(1024, drafter=RANDOM))[-1]] == ["longspark", "dflash"]
 
 
 def test_a_race_stops_in_the_middle_of_a_round_and_leaves_nothing():
@@ -306,7 +373,7 @@ def test_a_cancelled_sweep_keeps_its_points():
     fill_pool(scripted_target())
     stop, found = Stop(), []
     with pytest.raises(Stopped):
-        for measured in actions.run_measure(NAME, RANDOM, 0, True, stop):
+        for measured in actions.run_sweep(NAME, RANDOM, True, stop):
             found = list(measured.points)
             if found:
                 stop.set()
@@ -333,6 +400,8 @@ def test_charts_show_every_point_and_the_committed_sweep_with_its_date():
     assert "data-method='longspark' data-context='4096' data-value='12.5' data-source='race'" in page
     assert "data-method='dflash' data-context='4096' data-value='8' data-source='alone'" in page
     assert "8192'" not in page
+    labels = re.findall(r"<text( class='ls-second')? x='[^>]*middle'>(\d+K)<", page)
+    assert labels and [bool(second) for second, _ in labels[:4]] == [False, True, False, True]  # a phone drops those
     assert "committed" not in charts_html(points, "another target", committed)
 
 
@@ -353,23 +422,15 @@ def test_a_prompt_beyond_the_targets_limit_runs_stretched():
 
 
 def test_pieces_of_a_character_come_when_it_is_whole():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    pieces = Pieces(fast)
-    assert [pieces.add(token) for token in fast("aé☃")["input_ids"]] == ["a", "", "é", "", "", "☃"]
+    tokenizer = byte_tokenizer()
+    pieces = Pieces(tokenizer)
+    assert [pieces.add(token) for token in tokenizer("aé☃")["input_ids"]] == ["a", "", "é", "", "", "☃"]
 
 
 @pytest.fixture
-def served():
+def served(tmp_path, monkeypatch):
     """The Space on a free port, with a scripted drafter."""
-    import app
-
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "uploads"))
     fill_pool(scripted_target([2]))
     _, url, _ = app.main(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
     yield url
@@ -393,7 +454,7 @@ def test_named_endpoints_serve_two_visitors_without_mixing_them(served):
     assert [answer["prompt_tokens"] for answer in answers] == [7, 4, 7, 4]
 
 
-def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path):
+def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path, capfd):
     from gradio_client import Client, handle_file
 
     client = Client(served, verbose=False)
@@ -401,6 +462,11 @@ def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path):
     assert limits["ready"] and limits["targets"][NAME]["max_context"] == 4096
     with pytest.raises(Exception, match="The prompt is empty"):
         client.predict("", api_name="/race")
+    with pytest.raises(Exception, match="`growing` is -1"):
+        client.predict(8192, -1, api_name="/measure")
+    with pytest.raises(Exception, match="The document is None"):
+        client.predict("w1", document=None, api_name="/race")
+    assert "Traceback" not in capfd.readouterr().err
     points = client.predict(1024, drafter=RANDOM, api_name="/measure")
     assert [point["method"] for point in points] == ["longspark", "dflash"]
     (tmp_path / "a.md").write_text("some text")
@@ -408,11 +474,10 @@ def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path):
     assert client.predict(handle_file(tmp_path / "a.md"), api_name="/read_document") == "some text"
     with pytest.raises(Exception, match="can be read"):
         client.predict(handle_file(tmp_path / "a.gif"), api_name="/read_document")
+    assert [path for path in (tmp_path / "uploads").rglob("*") if path.is_file() and path.stat().st_size] == []
 
 
 def test_every_endpoint_is_documented():
-    import app
-
     readme = (SPACE / "README.md").read_text(encoding="utf-8")
     endpoints = {d["api_name"] for d in app.build_app().config["dependencies"] if d.get("api_visibility") == "public"}
     assert {"race", "measure", "sweep", "limits", "read_document"} == endpoints

@@ -127,6 +127,29 @@ def test_stop_ends_a_race_in_the_middle(space, open_page):
     assert page.locator("#longspark span.ls-target").count() > 0  # what was generated stays
 
 
+def test_stop_takes_a_race_out_of_the_queue_at_once(space, open_page):
+    before, page = ready(open_page(space[0])), ready(open_page(space[0]))
+    before.locator("#context").get_by_text("8K", exact=True).click()
+    race(before)
+    before.wait_for_selector("#plain progress, #longspark progress")
+    race(page)
+    page.wait_for_selector("#message >> text=Waiting for the device")
+    page.wait_for_timeout(500)
+    start = time.monotonic()
+    page.locator("#stop").click()
+    page.wait_for_selector("#race:not([disabled])")
+    assert time.monotonic() - start < 3
+    assert "Stopped" in page.locator("#message").inner_text()
+    before.locator("#stop").click()
+    before.wait_for_selector("#summary >> text=Stopped")
+    before.wait_for_selector("#race:not([disabled])")
+    page.wait_for_timeout(1000)
+    assert page.locator("#plain .ls-text").count() == 0  # it never ran
+    set_new_tokens(page, 8)
+    race(page)
+    finished(page)
+
+
 def test_documents_are_taken_or_refused(space, open_page, tmp_path):
     page = ready(open_page(space[0]))
     good, bad = tmp_path / "notes.md", tmp_path / "notes.docx"
@@ -134,7 +157,7 @@ def test_documents_are_taken_or_refused(space, open_page, tmp_path):
     bad.write_text("x")
     upload = page.locator("#upload ~ input[type=file], #upload input[type=file], input[type=file]").first
     upload.set_input_files(good)
-    page.wait_for_selector("#about-document >> text=559 characters")
+    page.wait_for_selector("#about-document >> text=notes.md, 559 characters")
     upload.set_input_files(bad)
     page.wait_for_selector(
         "#message [role=alert] >> text=notes.docx is of type '.docx'; .txt, .md, .py, .pdf can be read"
