@@ -182,8 +182,7 @@ class LongSparkDraft(ModelOutput):
         logits (`torch.Tensor` of shape `(batch_size, num_tokens, vocab_size)`):
             Processed, Markov-corrected logits: their softmax is exactly the q that `token_ids` were sampled from.
         finite (`torch.Tensor` of shape `(batch_size,)`): False where a logit was not finite before processing.
-        possible (`torch.Tensor` of shape `(batch_size, num_tokens)`):
-            False where the processors left no token, and from a logit on that was not finite.
+        possible (`torch.Tensor` of shape `(batch_size, num_tokens)`): False from such a logit on, and with no token left.
     """
 
     token_ids: torch.Tensor | None = None
