@@ -16,7 +16,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from .linear_longspark import few_rows
+from .linear_longspark import few_rows, time_products
 from .outputs_longspark import CallOutputs
 from .rows_longspark import TargetRows
 from .schedule_longspark import DraftSchedule
@@ -131,6 +131,7 @@ class AssistedDecoding:
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Generate. What `generate` returns."""
+        time_products(self.target, self.batch_size * (self.drafter.config.block_size + 1))
         try:
             with contextlib.ExitStack() as stack:
                 self._prefill()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 
 # Elements of a weight; below it a product costs less than the choice.
@@ -39,9 +40,10 @@ def weight_first(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 @functools.cache
 def pays(num_rows: int, num_threads: int) -> bool:
-    """Whether [`weight_first`] is the faster way for so many rows: timed once a process, in some milliseconds."""
+    """Whether [`weight_first`] is the faster way for so many rows: timed once a process, in some ten milliseconds."""
     # As in a model, each weight comes from memory: together they are larger than most caches.
-    input, weights = torch.ones(num_rows, 1024), torch.ones(4, 2048, 1024).unbind()
+    fp32 = {"dtype": torch.float32, "device": "cpu"}
+    input, weights = torch.ones(num_rows, 1024, **fp32), torch.ones(4, 2048, 1024, **fp32).unbind()
     seconds: dict[Callable[..., torch.Tensor], list[float]] = {torch._C._nn.linear: [], weight_first: []}
     with torch.no_grad():
         for _ in range(3):
@@ -53,23 +55,43 @@ def pays(num_rows: int, num_threads: int) -> bool:
     return min(seconds[weight_first]) < 0.9 * min(seconds[torch._C._nn.linear])
 
 
-def chooses_weight_first(input: torch.Tensor, weight: torch.Tensor) -> bool:
+def time_products(target: PreTrainedModel, num_rows: int) -> None:
+    """Time what passes of up to `num_rows` will ask for, so that none of them has to while it is timed itself."""
+    if any(suits(parameter) for parameter in target.parameters()):
+        for size in (2**exponent for exponent in range(1, min(num_rows, MOST_ROWS).bit_length())):
+            pays(size, torch.get_num_threads())
+
+
+def suits(weight: torch.Tensor) -> bool:
+    """Whether a weight is one that [`weight_first`] takes."""
+    return (
+        type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and not weight.is_nested
+        and weight.layout == torch.strided
+        and weight.ndim == 2
+        and weight.numel() >= LEAST_WEIGHT
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+    )
+
+
+def chooses_weight_first(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a call of `linear` is one that [`weight_first`] serves, and faster."""
-    if not (type(input) is torch.Tensor and type(weight) in (torch.Tensor, torch.nn.Parameter)):
+    if type(input) is not torch.Tensor or input.is_nested or input.layout != torch.strided or not suits(weight):
         return False
-    if input.ndim == 0 or input.shape[-1] == 0:
+    if input.ndim == 0 or input.shape[-1] != weight.shape[1] or input.dtype != weight.dtype:
+        return False
+    if input.device != weight.device or (
+        bias is not None and (bias.shape, bias.dtype) != (weight.shape[:1], input.dtype)
+    ):
         return False
     num_rows = input.numel() // input.shape[-1]
     return (
         1 < num_rows <= MOST_ROWS
-        and weight.ndim == 2
-        and weight.numel() >= LEAST_WEIGHT
-        and input.dtype == weight.dtype == torch.float32
-        and input.device.type == weight.device.type == "cpu"
-        and weight.is_contiguous()
         and not torch.is_autocast_enabled("cpu")
         and not torch.are_deterministic_algorithms_enabled()
-        and pays(num_rows, torch.get_num_threads())
+        and pays(2 ** (num_rows.bit_length() - 1), torch.get_num_threads())  # of the power of two below
     )
 
 
@@ -78,11 +100,12 @@ def _choosing(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     @functools.wraps(linear)
     def choose(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not getattr(choose.longspark_inside, "depth", 0):
+        if torch.compiler.is_compiling() or not getattr(choose.longspark_inside, "passes", ()):
             return linear(input, weight, bias)
-        return (weight_first if chooses_weight_first(input, weight) else linear)(input, weight, bias)
+        return (weight_first if chooses_weight_first(input, weight, bias) else linear)(input, weight, bias)
 
     choose.longspark_inside, choose.longspark_passes = threading.local(), set()
+    choose.longspark_self = choose  # a wrapper around this one copies its attributes
     return choose
 
 
@@ -95,17 +118,16 @@ def few_rows() -> Iterator[None]:
     one, linear = object(), F.linear
     # No lock, as in attention_longspark: all that threads can take from each other is the faster way.
     try:
-        if not hasattr(linear, "longspark_inside"):  # by us or by another copy of this file
+        if getattr(linear, "longspark_self", None) is not linear:  # by us or by another copy of this file
             F.linear = linear = _choosing(linear)
         linear.longspark_passes.add(one)
         inside = linear.longspark_inside
-        inside.depth = getattr(inside, "depth", 0) + 1
+        inside.passes = (*getattr(inside, "passes", ()), one)
         yield
     finally:
-        if hasattr(linear, "longspark_inside"):
+        if getattr(linear, "longspark_self", None) is linear:
             inside, passes = linear.longspark_inside, linear.longspark_passes
-            if one in passes:
-                inside.depth -= 1
-                passes.discard(one)
+            inside.passes = tuple(other for other in getattr(inside, "passes", ()) if other is not one)
+            passes.discard(one)
             if not passes and F.linear is linear:
                 F.linear = linear.__wrapped__

@@ -35,6 +35,7 @@ class DraftSchedule:
         self.cap = block_size if self.auto or num_assistant_tokens is None else min(num_assistant_tokens, block_size)
         self.accepted = [0.5] * block_size
         self.seconds: dict[int, float] = {}
+        self.seen_once: set[int] = set()
         self.rounds, self.pause, self.resume_at = 0, FIRST_PAUSE, 0
 
     def length(self) -> int:
@@ -61,8 +62,9 @@ class DraftSchedule:
         if not self.auto:
             return
         known = self.seconds.get(length)
-        # The first rounds pay for allocations: the later one of the probes counts.
-        forget = known is None or self.rounds <= PROBES
+        # The first round of a length pays for allocations, and so do the probes: a later one counts.
+        forget = known is None or self.rounds <= PROBES or length in self.seen_once
+        (self.seen_once.add if known is None else self.seen_once.discard)(length)
         self.seconds[length] = seconds if forget else known + NEW_SECONDS * (seconds - known)
         for number in accepted:
             for position in range(min(number + 1, length)):

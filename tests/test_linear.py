@@ -1,5 +1,6 @@
 """Products of a weight with a few rows: what `linear` computes, the other way round where that is faster."""
 
+import functools
 import importlib.util
 import threading
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from longspark_hf import linear_longspark
 from longspark_hf.linear_longspark import LEAST_WEIGHT, MOST_ROWS, few_rows, pays, weight_first
 
-from .targets import TARGETS, build, left_on, random_drafter, scripted_drafter
+from .targets import TARGETS, build, interrupted, left_on, random_drafter, scripted_drafter
 
 
 @pytest.fixture
@@ -66,6 +67,51 @@ def test_only_large_products_of_few_fp32_rows_within_a_pass_are_turned_round(tak
             torch.use_deterministic_algorithms(False)
         assert ask(5)
     assert not ask(5)
+
+
+def test_what_linear_takes_or_refuses_beside_plain_tensors_stays_its_own(taken):
+    weight = torch.randn(LEAST_WEIGHT // 64, 64)
+    input, bias = torch.randn(5, 64), torch.randn(len(weight))
+    with few_rows():
+        assert F.linear(input, weight, bias).shape == (5, len(weight)) and taken == [5]
+        torch.testing.assert_close(F.linear(input, weight.to_sparse_csr()), F.linear(input, weight))
+        with pytest.raises(RuntimeError):
+            F.linear(input, weight, bias.double())
+        with pytest.raises(RuntimeError):
+            F.linear(input[:, 1:], weight)
+    assert taken == [5, 5]
+
+
+def test_no_pass_is_kept_waiting_by_the_timing(qwen3, prompt, monkeypatch):
+    timed, passes = [], []
+    forward = qwen3.forward
+    monkeypatch.setattr(qwen3, "forward", lambda *a, **k: passes.append(1) or forward(*a, **k))
+    monkeypatch.setattr(linear_longspark, "LEAST_WEIGHT", 0)
+    monkeypatch.setattr(linear_longspark, "pays", lambda num_rows, _: timed.append((num_rows, len(passes))))
+    qwen3.generate(prompt.expand(3, -1), assistant_model=random_drafter(qwen3), do_sample=False, max_new_tokens=12)
+    assert {rows for rows, _ in timed} == {rows for rows, seen in timed if seen == 0} == {2, 4, 8, 16}
+
+
+def test_a_wrapper_of_somebody_else_around_it_stays(taken):
+    stock = F.linear
+    with few_rows():
+        ours = F.linear
+        F.linear = theirs = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    assert F.linear is theirs
+    with few_rows():
+        F.linear(torch.randn(5, 64), torch.randn(LEAST_WEIGHT // 64, 64))
+    assert taken == [5] and F.linear is theirs
+    F.linear = stock
+
+
+@pytest.mark.parametrize("line", range(1, 8))
+def test_ctrl_c_on_the_way_in_leaves_torch_as_it_was(line):
+    stock = F.linear
+    with pytest.raises(KeyboardInterrupt), interrupted(few_rows, line) as end:
+        with few_rows():
+            end()
+            raise KeyboardInterrupt
+    assert F.linear is stock
 
 
 def test_a_weight_of_another_kind_is_its_own_business(taken):
