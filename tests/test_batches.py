@@ -1,6 +1,7 @@
 """Batches: every sequence of `target.generate(**batch, assistant_model=drafter)` is what it would be alone."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -378,6 +379,30 @@ def test_a_prefill_in_chunks_gives_the_same(built, answers, name, size):
     drafter = make_drafter("mixed", target, prompts, truth)
     whole = generate(target, batch, drafter)
     assert torch.equal(generate(target, batch, drafter, prefill_chunk_size=7), whole)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window-crossed"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_views_after_a_prefill_in_chunks_are_those_of_a_single_pass(built, monkeypatch, name, size):
+    target, drafter, states = built(name), random_drafter(built(name)), []
+    draft = drafter.draft
+
+    def watching(anchor_ids, position_ids, cache, *args, **kwargs):
+        states.append(copy.deepcopy(cache))
+        return draft(anchor_ids, position_ids, cache, *args, **kwargs)
+
+    monkeypatch.setattr(drafter, "draft", watching)
+    batch, firsts = make_batch(size)[0], []
+    for options in ({}, {"prefill_chunk_size": 7}):
+        states.clear()
+        generate(target, batch, drafter, max_new_tokens=3, **options)
+        firsts.append(states[0])
+    torch.testing.assert_close(firsts[0].boundary, firsts[1].boundary)
+    for whole, chunks in zip(firsts[0].layers, firsts[1].layers, strict=True):
+        tensors = {key: value for key, value in vars(whole).items() if torch.is_tensor(value)}
+        assert len(tensors) > 4
+        for key, value in tensors.items():
+            torch.testing.assert_close(vars(chunks)[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_eager_attention_takes_batches_too(answers):
