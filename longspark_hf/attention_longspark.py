@@ -6,13 +6,14 @@ Does not know: what is masked (transformers says), or which passes verify a draf
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
+
+from .patching_longspark import marks, patched
 
 
 # Beyond it a pass is a prefill, where copies of keys and values are small beside the rest.
@@ -62,19 +63,16 @@ def _folding(sdpa: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(sdpa)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
-        inside = getattr(attention.longspark_inside, "configs", ())
         # By its config: a plain `generate` of another model within ours, or of this one elsewhere, stays as it is.
-        ours = any(id(getattr(module, "config", None)) in configs for configs in inside)
+        ours = any(id(getattr(module, "config", None)) in configs for configs in marks(attention))
         if ours and not args and folds(query, key, attention_mask, **kwargs):
             return folded_attention(query, key, value, attention_mask, kwargs.get("scaling")), None
         return sdpa(module, query, key, value, attention_mask, *args, **kwargs)
 
-    attention.longspark_inside, attention.longspark_calls = threading.local(), set()
     return attention
 
 
-@contextlib.contextmanager
-def grouped_attention(target: PreTrainedModel) -> Iterator[None]:
+def grouped_attention(target: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """
     Within it, on this thread, a target with `sdpa` attention verifies by [`folded_attention`]. Nothing of the target is
     changed: the function that transformers has behind "sdpa" is another one while a call is inside.
@@ -83,21 +81,5 @@ def grouped_attention(target: PreTrainedModel) -> Iterator[None]:
         target (`PreTrainedModel`): The target; nothing happens with any other attention.
     """
     configs = {id(module.config) for module in target.modules() if hasattr(module, "config")}
-    call, attention = object(), None
-    # No lock: Ctrl-C could leave it closed, and all that threads can take from each other here is the faster way.
-    try:
-        attention = AttentionInterface()["sdpa"]
-        if not hasattr(attention, "longspark_inside"):  # by us or by another copy of this file
-            attention = _folding(attention)
-            AttentionInterface.register("sdpa", attention)
-        attention.longspark_calls.add(call)
-        inside = attention.longspark_inside
-        inside.configs = [*getattr(inside, "configs", ()), configs]
-        yield
-    finally:
-        if hasattr(attention, "longspark_inside"):
-            inside = attention.longspark_inside
-            inside.configs = [other for other in getattr(inside, "configs", ()) if other is not configs]
-            attention.longspark_calls.discard(call)
-            if not attention.longspark_calls and AttentionInterface()["sdpa"] is attention:
-                AttentionInterface.register("sdpa", attention.__wrapped__)
+    register = functools.partial(AttentionInterface.register, "sdpa")
+    return patched(lambda: AttentionInterface()["sdpa"], register, _folding, configs)

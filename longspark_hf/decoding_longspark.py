@@ -61,7 +61,7 @@ class AssistedDecoding:
         input_ids (`torch.LongTensor` of shape `(batch_size, length)`): The prompts; may be empty with `inputs_embeds`.
         generation_config (`GenerationConfig`): Prepared by `generate`; `num_assistant_tokens` caps the draft.
         logits_processor (`LogitsProcessorList`), stopping_criteria (`StoppingCriteriaList`): Prepared by `generate`.
-        streamer (`BaseStreamer`, *optional*): Receives the tokens that plain `generate` would send, of one sequence a round at a time.
+        streamer (`BaseStreamer`, *optional*): Receives what plain `generate` would send; a single sequence's by rounds.
         model_kwargs (`dict`): Prepared by `generate`, with the target's cache.
 
     A round looks at the device once. Criteria see every committed token, once and in order, of one sequence at a time.

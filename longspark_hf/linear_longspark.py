@@ -6,13 +6,14 @@ Does not know: whose weights they are.
 
 import contextlib
 import functools
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+from .patching_longspark import marks, patched
 
 
 # Elements of a weight; below it a product costs less than the choice.
@@ -100,34 +101,16 @@ def _choosing(linear: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     @functools.wraps(linear)
     def choose(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not getattr(choose.longspark_inside, "passes", ()):
+        if torch.compiler.is_compiling() or not marks(choose):
             return linear(input, weight, bias)
         return (weight_first if chooses_weight_first(input, weight, bias) else linear)(input, weight, bias)
 
-    choose.longspark_inside, choose.longspark_passes = threading.local(), set()
-    choose.longspark_self = choose  # a wrapper around this one copies its attributes
     return choose
 
 
-@contextlib.contextmanager
-def few_rows() -> Iterator[None]:
+def few_rows() -> contextlib.AbstractContextManager[None]:
     """
     Within it, on this thread, products of large fp32 weights with up to 64 rows on a CPU are computed the faster way round.
     No module is changed: `torch.nn.functional.linear` is another function while a pass is inside.
     """
-    one, linear = object(), F.linear
-    # No lock, as in attention_longspark: all that threads can take from each other is the faster way.
-    try:
-        if getattr(linear, "longspark_self", None) is not linear:  # by us or by another copy of this file
-            F.linear = linear = _choosing(linear)
-        linear.longspark_passes.add(one)
-        inside = linear.longspark_inside
-        inside.passes = (*getattr(inside, "passes", ()), one)
-        yield
-    finally:
-        if getattr(linear, "longspark_self", None) is linear:
-            inside, passes = linear.longspark_inside, linear.longspark_passes
-            inside.passes = tuple(other for other in getattr(inside, "passes", ()) if other is not one)
-            passes.discard(one)
-            if not passes and F.linear is linear:
-                F.linear = linear.__wrapped__
+    return patched(lambda: F.linear, functools.partial(setattr, F, "linear"), _choosing)

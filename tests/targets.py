@@ -1,8 +1,11 @@
 """Tiny random targets and scripted drafters that the whole suite shares."""
 
 import contextlib
+import importlib
 import inspect
 import sys
+import types
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -225,6 +228,17 @@ def interrupted(function, line: int):
         yield lambda: sys.settrace(before)
     finally:
         sys.settrace(before)
+
+
+def another_copy(monkeypatch, module):
+    """A second copy of a module of ours and of what it imports, as remote code beside the package is one."""
+    package = types.ModuleType("copy_of_longspark")
+    package.__path__ = [str(Path(module.__file__).parent)]
+    name = module.__name__.rpartition(".")[2]
+    for loaded in ["", ".patching_longspark", f".{name}"]:
+        monkeypatch.delitem(sys.modules, package.__name__ + loaded, raising=False)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return importlib.import_module(f"{package.__name__}.{name}")
 
 
 # The cache argument and output of this transformers version: renamed in 5.24.

@@ -1,7 +1,6 @@
 """Attention of a verification pass: what `sdpa` computes, by folding the query heads that share keys and values."""
 
 import contextlib
-import importlib.util
 import threading
 
 import pytest
@@ -13,8 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspark_hf import attention_longspark
 from longspark_hf.attention_longspark import MOST_QUERIES, grouped_attention
+from longspark_hf.patching_longspark import patched
 
-from .targets import TARGETS, build, interrupted, left_on, random_drafter
+from .targets import TARGETS, another_copy, build, interrupted, left_on, random_drafter
 
 
 class Layer(torch.nn.Module):
@@ -143,9 +143,7 @@ def test_a_call_within_a_call_leaves_the_outer_one_grouped(qwen3, prompt, monkey
 
 
 def test_another_copy_of_the_module_takes_nothing_away(qwen3, prompt, monkeypatch):
-    spec = importlib.util.spec_from_file_location("copy_of_attention", attention_longspark.__file__)
-    other = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(other)
+    other = another_copy(monkeypatch, attention_longspark)
     seen = grouped_passes(monkeypatch, qwen3)
     with other.grouped_attention(qwen3):
         qwen3.generate(prompt, assistant_model=random_drafter(qwen3), do_sample=False, max_new_tokens=12)
@@ -220,7 +218,7 @@ def test_another_thread_keeps_its_plain_attention(qwen3, prompt):
 
 @pytest.mark.parametrize("line", range(1, 20))
 def test_an_interrupt_on_the_way_in_leaves_nothing(qwen3, line):
-    with contextlib.suppress(KeyboardInterrupt), interrupted(grouped_attention, line) as stop:
+    with contextlib.suppress(KeyboardInterrupt), interrupted(patched, line) as stop:
         with grouped_attention(qwen3):
             stop()
     assert left_on(qwen3) == []

@@ -1,7 +1,6 @@
 """Products of a weight with a few rows: what `linear` computes, the other way round where that is faster."""
 
 import functools
-import importlib.util
 import threading
 
 import pytest
@@ -10,8 +9,9 @@ from torch.nn import functional as F
 
 from longspark_hf import linear_longspark
 from longspark_hf.linear_longspark import LEAST_WEIGHT, MOST_ROWS, few_rows, pays, weight_first
+from longspark_hf.patching_longspark import patched
 
-from .targets import TARGETS, build, interrupted, left_on, random_drafter, scripted_drafter
+from .targets import TARGETS, another_copy, build, interrupted, left_on, random_drafter, scripted_drafter
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_wrapper_of_somebody_else_around_it_stays(taken):
 @pytest.mark.parametrize("line", range(1, 8))
 def test_ctrl_c_on_the_way_in_leaves_torch_as_it_was(line):
     stock = F.linear
-    with pytest.raises(KeyboardInterrupt), interrupted(few_rows, line) as end:
+    with pytest.raises(KeyboardInterrupt), interrupted(patched, line) as end:
         with few_rows():
             end()
             raise KeyboardInterrupt
@@ -149,10 +149,9 @@ def test_other_threads_keep_their_products(taken):
         assert not taken
 
 
-def test_two_copies_of_the_module_restore_torch_together():
-    spec = importlib.util.spec_from_file_location("copy_of_linear", linear_longspark.__file__)
-    other = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(other)
+def test_two_copies_of_the_module_restore_torch_together(monkeypatch):
+    other = another_copy(monkeypatch, linear_longspark)
+    assert other.patched is not linear_longspark.patched
     stock = F.linear
     with other.few_rows():
         with few_rows():
