@@ -227,7 +227,8 @@ def profile(
     drafter: DrafterOption = None,
     contexts: Annotated[str, typer.Option(help="Prompt lengths by commas.")] = "1024,6144",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each prompt, in turn.")] = 2,
+    prompts: Annotated[int, typer.Option(min=1, help="Of each length.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -242,7 +243,9 @@ def profile(
     from longspark_hf.evaluation.profile import ProfileSettings, run
 
     with bad_input_exits():
-        settings = ProfileSettings(tuple(numbers("--contexts", contexts, int)), max_new_tokens, repeats, temperature)
+        settings = ProfileSettings(
+            tuple(numbers("--contexts", contexts, int)), max_new_tokens, prompts, repeats, temperature
+        )
         result = run(target, drafter, settings, device, dtype, output, console.teller("profile"))
     console.show(result, as_json, console.print_profile)
 

@@ -230,12 +230,13 @@ def print_bench(result: dict[str, Any]) -> None:
 
 def print_profile(result: dict[str, Any]) -> None:
     """The budget of a round at each context, and what it says."""
-    from longspark_hf.evaluation.profile_rows import COLUMNS, LEGEND, describe, part_rows, remark, title
+    from longspark_hf.evaluation.profile_rows import COLUMNS, LEGEND, describe, part_rows, remarks, title
 
     console = _stdout()
     for row in result["rows"]:
         console.print(_columns_table(COLUMNS, part_rows(row), title=title(row)))
-        console.print(remark(row))
+        for line in remarks(row):
+            console.print(line)
     for line in (LEGEND, describe(result)):
         console.print(f"[dim]{line}[/dim]")
 

@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache
 
 from longspark_hf.decoding_longspark import AssistedDecoding
 from longspark_hf.evaluation import profile_floor, profile_rows
-from longspark_hf.evaluation.profile import DRAFT_PARTS, PARTS, make_row, measure
+from longspark_hf.evaluation.profile import DRAFT_PARTS, MODES, PARTS, budget, measure, pace
 from longspark_hf.evaluation.profile_clock import Round, RoundProfiler, replaced
 from longspark_hf.evaluation.profile_floor import Ceilings, RoundWork
+from longspark_hf.inplace_longspark import InPlaceLayer
 from longspark_hf.rows_longspark import TargetRows
 from longspark_hf.tap_longspark import TargetTap
 from longspark_hf.target_longspark import BorrowedTarget
@@ -41,8 +42,8 @@ def drafter(qwen3):
 @pytest.fixture
 def profiler(qwen3, drafter, prompt):
     made = RoundProfiler(qwen3, drafter)
-    made.cache = made.prefill({"input_ids": prompt})
-    return made
+    with made.prefilled(prompt):
+        yield made
 
 
 def answer(target, drafter, prompt, **arguments):
@@ -108,7 +109,17 @@ def test_a_profiled_call_says_what_it_would_have_said(arguments, profiler, qwen3
     with profiler.installed():
         profiled = answer(qwen3, drafter, prompt, **arguments)
     assert torch.equal(profiled, expected)
-    assert profiler.cache.get_seq_length() == prompt.shape[1]
+    assert profiler.cache.get_seq_length() == profiler.cache_in_place.get_seq_length() == prompt.shape[1] - 1
+
+
+def test_an_answer_goes_on_from_the_prefill(qwen3, drafter, prompt):
+    expected, profiler = answer(qwen3, drafter, prompt), RoundProfiler(qwen3, drafter)
+    with profiler.installed(), profiler.prefilled(prompt) as go_on:
+        for _ in range(2):
+            profiler.rounds = []
+            assert torch.equal(go_on(max_new_tokens=30, do_sample=False), expected)
+            assert sum(one.committed for one in profiler.rounds) == drafter.stats.tokens == 29
+    assert profiler.cache is profiler.cache_in_place is None
 
 
 def test_everything_is_put_back_after_an_error(profiler, qwen3, drafter, prompt):
@@ -137,18 +148,14 @@ def test_everything_is_put_back_after_an_error(profiler, qwen3, drafter, prompt)
 
 
 def test_measure_gives_a_row_for_every_prompt(qwen3, drafter):
-    prompts = {
-        length: {"input_ids": torch.randint(2, 90, (1, length)), "attention_mask": torch.ones(1, length).long()}
-        for length in (40, 20)
-    }
-    prompts = {length: BatchOfOne(inputs) for length, inputs in prompts.items()}
+    prompts = {length: [torch.randint(2, 90, (1, length)) for _ in range(2)] for length in (40, 20)}
 
-    found = measure(qwen3, drafter, prompts, max_new_tokens=30, repeats=2, temperature=0.7)
+    found = measure(qwen3, drafter, prompts, max_new_tokens=16, repeats=2, temperature=0.7)
 
     assert found["ceilings"]["bytes_per_second"] > 0 and found["ceilings"]["operations_per_second"] > 0
     assert [row["context"] for row in found["rows"]] == [40, 20]
     for row in found["rows"]:
-        assert row["prompt_tokens"] == row["context"]
+        assert (row["prompt_tokens"], row["prompts"]) == (row["context"], 2)
         assert row["drafted_tokens"] == drafter.config.block_size == row["verified_tokens"] - 1
         assert set(row["parts"]) == SEEN and row["rounds"] >= 2
         # Medians of parts need not sum up to the median of their sums, but nearly do.
@@ -160,18 +167,28 @@ def test_measure_gives_a_row_for_every_prompt(qwen3, drafter):
             "markov",
         }
         assert row["round_over_passes"] >= 1 and row["verify_over_decode"] > 0
-        assert row["tau"] >= 1 and row["break_even_tau"] > 0
+        assert row["break_even_tau"] > 0 and list(row["pace"]) == list(MODES)
+        for found_pace in row["pace"].values():
+            assert found_pace["tau"] >= 1 and found_pace["speedup"] > 0 and found_pace["speedup_in_place"] > 0
+            assert len(found_pace["speedup_in_place_by_prompt"]) == 2
+            assert found_pace["rounds"] * found_pace["tau"] == pytest.approx(2 * 2 * 15)
+        assert row["pace"]["auto"]["drafted"] < row["pace"]["whole blocks"]["drafted"]
     assert qwen3.generation_config.eos_token_id is None
 
 
-class BatchOfOne(dict):
-    """As a tokenizer gives it, without one."""
+def test_the_pace_is_that_of_plain_steps_beside_each_round():
+    slow, fast = Round({"verify": 8.0}, 6.0, 4.0, 4, committed=4), Round({"verify": 2.0}, 3.0, 1.0, 0, committed=1)
+    found = pace([[slow, fast], [fast]])
+    assert (found["rounds"], found["tau"], found["drafted"]) == (3, 2, pytest.approx(4 / 3))
+    assert found["speedup"] == pytest.approx((4 * 6 + 3 + 3) / 12)
+    assert found["speedup_in_place"] == pytest.approx((4 * 4 + 1 + 1) / 12)
+    assert found["speedup_in_place_by_prompt"] == [pytest.approx(17 / 10), pytest.approx(1 / 2)]
 
 
 def test_an_answer_goes_on_behind_an_eos_token(qwen3, drafter, prompt):
     first = int(answer(qwen3, None, prompt, max_new_tokens=1)[0, -1])
     with replaced(qwen3.generation_config, "eos_token_id", first):
-        row = measure(qwen3, drafter, {20: {"input_ids": prompt}}, max_new_tokens=24, repeats=1)["rows"][0]
+        row = measure(qwen3, drafter, {20: [prompt]}, max_new_tokens=24, repeats=1)["rows"][0]
         assert qwen3.generation_config.eos_token_id == first
     assert row["rounds"] >= 2
 
@@ -179,15 +196,15 @@ def test_an_answer_goes_on_behind_an_eos_token(qwen3, drafter, prompt):
 def test_answers_without_a_whole_round_are_refused(qwen3, drafter, prompt):
     least = drafter.config.block_size + 2
     with pytest.raises(ValueError, match=f"--max-new-tokens {least - 1} .* Use --max-new-tokens {least} or more"):
-        measure(qwen3, drafter, {20: {"input_ids": prompt}}, max_new_tokens=least - 1)
-    assert measure(qwen3, drafter, {20: {"input_ids": prompt}}, max_new_tokens=least, repeats=1)["rows"]
+        measure(qwen3, drafter, {20: [prompt]}, max_new_tokens=least - 1)
+    assert measure(qwen3, drafter, {20: [prompt]}, max_new_tokens=least, repeats=1)["rows"]
 
 
 def test_rounds_that_drafted_less_are_left_out(qwen3, drafter, profiler):
     work = RoundWork.of(qwen3, drafter, profiler.cache, 1000)
     usual = {"trunk": 2.0, "head": 1.0, "markov": 1.0, "verify": 4.0, "rest": 0.8}
-    rounds = [Round(usual, 3.0, 7)] * 2 + [Round({"verify": 100.0, "rest": 1.0}, 3.0, 0)]
-    row = make_row(rounds, work, fixed_ceilings())
+    rounds = [Round(usual, 3.0, drafted=7)] * 2 + [Round({"verify": 100.0, "rest": 1.0}, 3.0)]
+    row = budget(rounds, work, fixed_ceilings())
     assert (row["rounds"], row["round_ms"], row["parts"]["verify"]["percent"]) == (
         2,
         8.8,
@@ -200,15 +217,17 @@ def test_rounds_that_drafted_less_are_left_out(qwen3, drafter, profiler):
 def test_nothing_drafted_or_seen_is_an_error_that_says_why(qwen3, drafter, profiler):
     work = RoundWork.of(qwen3, drafter, profiler.cache, 1000)
     with pytest.raises(ValueError, match="not finite"):
-        make_row([Round({"verify": 1.0}, 1.0, 0)], work, fixed_ceilings())
+        budget([Round({"verify": 1.0}, 1.0)], work, fixed_ceilings())
     with pytest.raises(ValueError, match="loop of transformers"):
-        make_row([], work, fixed_ceilings())
+        budget([], work, fixed_ceilings())
 
 
 def test_a_draft_pass_in_one_piece_is_shown_as_one(qwen3, drafter, profiler):
     """A compiled pass does not come by where its parts are told apart."""
     work = RoundWork.of(qwen3, drafter, profiler.cache, 1000)
-    row = make_row([Round({"markov": 3.0, "head": 1.0, "verify": 5.0, "rest": 1.0}, 3.0, 7)], work, fixed_ceilings())
+    row = budget(
+        [Round({"markov": 3.0, "head": 1.0, "verify": 5.0, "rest": 1.0}, 3.0, drafted=7)], work, fixed_ceilings()
+    )
     assert set(row["parts"]) == {"draft", "verify", "rest"}
     assert row["parts"]["draft"]["ms"] == 4.0 and row["round_over_passes"] == pytest.approx(10 / 9)
     apart = [work.demand(part, 7) for part in DRAFT_PARTS[:3]]
@@ -216,11 +235,11 @@ def test_a_draft_pass_in_one_piece_is_shown_as_one(qwen3, drafter, profiler):
 
 
 def test_floors_count_what_must_be_moved_and_computed(drafter, qwen3, prompt, profiler):
-    """By hand: 6 layers, hidden 48, 4 query heads and 2 key/value heads of 16, MLP 64, vocabulary 97, 20 rows, fp32."""
+    """By hand: 6 layers, hidden 48, 4 query heads and 2 key/value heads of 16, MLP 64, vocabulary 97, 19 rows, fp32."""
     work = RoundWork.of(qwen3, drafter, profiler.cache, 1000)
     layer = 48 * 64 * 2 + 48 * 32 * 2 + 3 * 48 * 64  # q and o, k and v, MLP
     matrices, norms = 6 * layer + 97 * 48, 6 * (2 * 48 + 2 * 16) + 48
-    rows = 6 * 2 * 2 * 20 * 16  # layers, keys and values, heads, rows, head_dim
+    rows = 6 * 2 * 2 * 19 * 16  # layers, keys and values, heads, rows, head_dim
     moved, computed = work.demand("verify", 7)
     assert moved == 4 * (matrices + norms + rows + 8 * 97)
     assert computed == 2 * 8 * (matrices + 2 * rows)  # two query heads share a key/value head
@@ -247,6 +266,7 @@ def test_plain_steps_run_on_the_cache_of_plain_generate(profiler, qwen3, drafter
     with profiler.installed():
         answer(qwen3, drafter, prompt)
     assert {type(layer).__module__ for layer in profiler.cache.layers} == {"transformers.cache_utils"}
+    assert {type(layer) for layer in profiler.cache_in_place.layers} == {InPlaceLayer}
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +293,15 @@ def test_profile_writes_and_prints_a_budget(folders, tmp_path):
         assert profile_rows.LABELS[part] in result.stdout
     assert "break-even τ" in result.stdout and "GB/s" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
-    assert "prompt of 300 tokens, 1 of 1" in result.stderr
+    assert "prompt 2 of 2 of 300 tokens: auto, 1 of 1" in result.stderr
 
     section = profile_rows.markdown(found)
     assert "| part of a round | ms at 200 | % of the round | floor ms | ms at 300 |" in section
-    assert "- At 300 tokens a round takes" in section and "Measured on" in section
+    assert (
+        "- At 300 tokens a round takes" in section
+        and "- At 300 tokens, auto: τ" in section
+        and "Measured on" in section
+    )
 
 
 def test_profile_prints_json_for_machines(folders):
@@ -292,7 +316,7 @@ def test_profile_prints_json_for_machines(folders):
     "arguments, hints",
     [
         (("--contexts", "many"), ("--contexts", "many")),
-        (("--contexts", "200,10"), ("--contexts", "at least 64", "10")),
+        (("--contexts", "200,10"), ("--contexts", "at least 128", "10")),
         (("--contexts", "1020"), ("1024 positions", "--contexts of 960 or less")),
         (("--contexts", "200", "--max-new-tokens", "4"), ("--max-new-tokens 4", "--max-new-tokens 9")),
         (("--temperature", "-1"), ("--temperature", "-1")),

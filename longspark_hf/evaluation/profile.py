@@ -5,26 +5,30 @@ Does not know: how a round is timed (profile_clock), what a part takes at least 
 """
 
 import os
+import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BatchEncoding, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspark_hf import LongSparkDrafter
 
-from .demo import SHIPPED_DRAFTER, build_drafter, build_prompts
+from .demo import SHIPPED_DRAFTER, build_drafter
 from .profile_clock import Round, RoundProfiler, replaced
 from .profile_floor import Ceilings, RoundWork
 from .provenance import provenance, write_result
 from .targets import device_and_dtype, load_target, load_target_config
+from .tasks import first_ids, stdlib_prompts
 
 
 CONTEXTS = (1024, 6144)
-SHORTEST_CONTEXT = 64
+SHORTEST_CONTEXT = 128
+# What is drafted, and how `generate` is told so.
+MODES: dict[str, dict[str, Any]] = {"whole blocks": {}, "auto": {"num_assistant_tokens": "auto"}}
 # In the order of a round. `draft` stands for the three before it where a compiled draft pass does not tell them apart.
 DRAFT_PARTS = ("trunk", "head", "markov", "draft")
 PARTS = (*DRAFT_PARTS, "verify", "acceptance", "upkeep", "rest")
@@ -38,7 +42,8 @@ class ProfileSettings:
     Args:
         contexts (`tuple[int, ...]`): Lengths of the prompts, about.
         max_new_tokens (`int`, *optional*, defaults to 64): Of every answer.
-        repeats (`int`, *optional*, defaults to 2): Of every prompt, in turn.
+        prompts (`int`, *optional*, defaults to 2): Of each length.
+        repeats (`int`, *optional*, defaults to 1): Of every answer.
         temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
 
     Raises:
@@ -47,43 +52,54 @@ class ProfileSettings:
 
     contexts: tuple[int, ...] = CONTEXTS
     max_new_tokens: int = 64
-    repeats: int = 2
+    prompts: int = 2
+    repeats: int = 1
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.contexts or min(self.contexts) < SHORTEST_CONTEXT:
             raise ValueError(f"--contexts takes lengths of at least {SHORTEST_CONTEXT}, got {list(self.contexts)}.")
         object.__setattr__(self, "contexts", tuple(sorted(set(self.contexts))))
-        if self.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {self.repeats}.")
+        for name in ("prompts", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}.")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"--temperature takes a number of at least 0, got {self.temperature}.")
         if self.max_new_tokens < 2:
             raise ValueError(f"--max-new-tokens must be at least 2, got {self.max_new_tokens}.")
 
 
+@dataclass
+class Context:
+    """What was found at one length of prompts: rounds by mode, those of each prompt together."""
+
+    rounds: dict[str, list[list[Round]]] = field(default_factory=lambda: {mode: [] for mode in MODES})
+    prompt_tokens: list[int] = field(default_factory=list)
+    work: RoundWork | None = None
+
+
 def measure(
     target: PreTrainedModel,
     drafter: LongSparkDrafter,
-    prompts: dict[int, BatchEncoding],
+    prompts: dict[int, list[torch.LongTensor]],
     max_new_tokens: int = 64,
-    repeats: int = 2,
+    repeats: int = 1,
     temperature: float = 0.0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """
-    Answer every prompt with the drafter, in turn, and take its rounds apart.
+    Answer every prompt with the drafter, by whole blocks and by "auto" in turn, and take the rounds apart.
 
     Args:
         target (`PreTrainedModel`), drafter ([`LongSparkDrafter`]): On one device.
-        prompts (`dict[int, BatchEncoding]`): By the length that was asked for, one sequence each.
+        prompts (`dict[int, list[torch.LongTensor]]`): Of shape `(1, num_tokens)`, by the length that was asked for.
         max_new_tokens (`int`): Of every answer; none ends before.
-        repeats (`int`): Of every prompt.
+        repeats (`int`): Of every answer.
         temperature (`float`): 0 is greedy.
         progress (`Callable`, *optional*): Told what runs now.
 
     Returns:
-        `dict`: a row for each prompt, and the ceilings that floors are made of.
+        `dict`: a row for each length, and the ceilings that floors are made of.
 
     Raises:
         `ValueError`: if the answers are too short for a whole round.
@@ -97,39 +113,72 @@ def measure(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     sampling = sampling if temperature > 0 else {"do_sample": False}
     profiler, ceilings = RoundProfiler(target, drafter), Ceilings(target.device, target.dtype)
-    rounds: dict[int, list[Round]] = {context: [] for context in prompts}
-    progress("prefill without the drafter, for plain steps")
-    caches = {context: profiler.prefill(inputs) for context, inputs in prompts.items()}
-    tokens, counts, work = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0), {}
+    found = {context: Context() for context in prompts}
+    turns = [(context, number) for number in range(max(map(len, prompts.values()))) for context in prompts]
     with replaced(target.generation_config, "eos_token_id", None), profiler.installed():
         progress("warm-up")
-        profiler.cache = caches[min(prompts)]
-        target.generate(**prompts[min(prompts)], assistant_model=drafter, max_new_tokens=2 * shortest, **sampling)
-        for repeat in range(repeats):
-            for context, inputs in prompts.items():
-                progress(f"prompt of {context} tokens, {repeat + 1} of {repeats}")
-                ceilings.sample()
-                profiler.rounds, profiler.cache = rounds[context], caches[context]
-                torch.manual_seed(repeat)
-                target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, **sampling)
-                tokens[context] += drafter.stats.tokens
-                counts[context] += drafter.stats.rounds
-                work[context] = RoundWork.of(target, drafter, caches[context], drafter.stats.state_bytes)
+        with profiler.prefilled(prompts[min(prompts)][0]) as answer:
+            answer(max_new_tokens=2 * shortest, **sampling)
+        for context, number in turns:
+            if number >= len(prompts[context]):
+                continue
+            here, input_ids = found[context], prompts[context][number]
+            title = f"prompt {number + 1} of {len(prompts[context])} of {context} tokens"
+            progress(f"{title}: prefill")
+            ceilings.sample()
+            here.prompt_tokens.append(input_ids.shape[1])
+            with profiler.prefilled(input_ids) as answer:
+                here.work = RoundWork.of(target, drafter, profiler.cache, drafter.stats.state_bytes)
+                rounds: dict[str, list[Round]] = {mode: [] for mode in MODES}
+                for repeat in range(repeats):
+                    for mode, cap in MODES.items():
+                        progress(f"{title}: {mode}, {repeat + 1} of {repeats}")
+                        profiler.rounds = rounds[mode]
+                        torch.manual_seed(repeat)
+                        answer(max_new_tokens=max_new_tokens, **sampling, **cap)
+            for mode in MODES:
+                here.rounds[mode].append(rounds[mode])
     ceilings.sample()
-    rows = [
-        make_row(rounds[context], work[context], ceilings)
-        | {
-            "context": context,
-            "prompt_tokens": inputs["input_ids"].shape[1],
-            "tau": tokens[context] / counts[context],
-        }
-        for context, inputs in prompts.items()
-    ]
-    return {"rows": rows, "ceilings": ceilings.medians()}
+    return {
+        "rows": [make_row(context, here, ceilings) for context, here in found.items()],
+        "ceilings": ceilings.medians(),
+    }
 
 
-def make_row(rounds: list[Round], work: RoundWork, ceilings: Ceilings) -> dict[str, Any]:
-    """Medians over the rounds that drafted most tokens; the last of a call may have room for fewer."""
+def make_row(context: int, found: Context, ceilings: Ceilings) -> dict[str, Any]:
+    """What was found at one length of prompts, as the result file holds it."""
+    whole = [one for rounds in found.rounds["whole blocks"] for one in rounds]
+    return {
+        "context": context,
+        "prompt_tokens": round(statistics.mean(found.prompt_tokens)),
+        "prompts": len(found.prompt_tokens),
+        **budget(whole, found.work, ceilings),
+        "pace": {mode: pace(by_prompt) for mode, by_prompt in found.rounds.items()},
+    }
+
+
+def pace(by_prompt: list[list[Round]]) -> dict[str, Any]:
+    """
+    Speed of all rounds together, those that drafted nothing among them, against plain steps: what the committed tokens would
+    have taken one by one, at the pace of the steps beside their rounds, over what the rounds took.
+    """
+    rounds = [one for some in by_prompt for one in some]
+
+    def speedup(some: list[Round], plain: str) -> float:
+        return sum(one.committed * getattr(one, plain) for one in some) / sum(sum(one.ms.values()) for one in some)
+
+    return {
+        "rounds": len(rounds),
+        "tau": statistics.mean(one.committed for one in rounds),
+        "drafted": statistics.mean(one.drafted for one in rounds),
+        "speedup": speedup(rounds, "decode_ms"),
+        "speedup_in_place": speedup(rounds, "decode_in_place_ms"),
+        "speedup_in_place_by_prompt": [speedup(some, "decode_in_place_ms") for some in by_prompt],
+    }
+
+
+def budget(rounds: list[Round], work: RoundWork, ceilings: Ceilings) -> dict[str, Any]:
+    """Where the time of a round goes. Medians over the rounds that drafted most tokens; the last of a call may have room for fewer."""
     if not rounds:
         raise ValueError(
             "No round was seen: this target's calls run in the assisted-decoding loop of transformers. Pass another --target."
@@ -157,6 +206,7 @@ def make_row(rounds: list[Round], work: RoundWork, ceilings: Ceilings) -> dict[s
         "verified_tokens": drafted + 1,
         "round_ms": round_ms,
         "decode_ms": statistics.median(one.decode_ms for one in rounds),
+        "decode_in_place_ms": statistics.median(one.decode_in_place_ms for one in rounds),
         "parts": parts,
         # Each round with what happened beside it: a machine that is busy for a while hits both.
         "round_over_passes": statistics.median(a / b for a, b in zip(whole, passes)),
@@ -167,7 +217,7 @@ def make_row(rounds: list[Round], work: RoundWork, ceilings: Ceilings) -> dict[s
 
 def _draft_in_one(one: Round) -> Round:
     others = {part: ms for part, ms in one.ms.items() if part not in DRAFT_PARTS}
-    return Round({"draft": sum(one.ms.values()) - sum(others.values()), **others}, one.decode_ms, one.drafted)
+    return replace(one, ms={"draft": sum(one.ms.values()) - sum(others.values()), **others})
 
 
 def run(
@@ -214,7 +264,10 @@ def run(
     name = SHIPPED_DRAFTER.name if name == str(SHIPPED_DRAFTER) else name  # the same on every machine
     progress(f"drafter: {name}")
     prompts = {
-        context: build_prompts(model, tokenizer, context, settings.max_new_tokens)["long"].to(place)
+        context: [
+            torch.tensor([first_ids(tokenizer, turns[0])], device=place)
+            for turns in stdlib_prompts(tokenizer, context, settings.prompts, random.Random(0))
+        ]
         for context in settings.contexts
     }
     model, draft_model = model.to(place), draft_model.to(device=place, dtype=precision)
@@ -226,6 +279,7 @@ def run(
         "target": model.config._name_or_path,
         "drafter": name,
         "max_new_tokens": settings.max_new_tokens,
+        "prompts": settings.prompts,
         "repeats": settings.repeats,
         "temperature": settings.temperature,
         **measured,

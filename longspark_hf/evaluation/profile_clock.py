@@ -5,6 +5,7 @@ Does not know: what is generated, what becomes of the times (profile).
 """
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import BatchEncoding, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 
 from longspark_hf import LongSparkDrafter
 from longspark_hf.compat import cache_argument
 from longspark_hf.decoding_longspark import AssistedDecoding
+from longspark_hf.inplace_longspark import appending_in_place
 from longspark_hf.rows_longspark import TargetRows
 from longspark_hf.tap_longspark import TargetTap
 from longspark_hf.target_longspark import BorrowedTarget
@@ -42,11 +44,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclass
 class Round:
-    """Milliseconds of one round by part, of the plain step that followed it, and how many tokens were drafted."""
+    """
+    Milliseconds of one round by part, of the plain steps that followed it (in a stock cache and in one that appends in place),
+    and how many tokens were drafted and committed.
+    """
 
     ms: dict[str, float] = field(default_factory=dict)
     decode_ms: float = 0.0
+    decode_in_place_ms: float = 0.0
     drafted: int = 0
+    committed: int = 0
 
 
 class RoundProfiler:
@@ -65,8 +72,8 @@ class RoundProfiler:
     - `acceptance`: judging, choosing, criteria and the one look at the device; `upkeep`: commits to the drafter's state, and
       commits or crops of the target's cache; `rest`: Python between them, masks, arguments of the target, streaming.
 
-    After every round one token is decoded on `cache`, which holds the prompt as plain `generate` would: a plain step, interleaved
-    with what it is compared with. Methods are replaced inside [`~RoundProfiler.installed`] only, some of them for all of the
+    After every round one token is decoded in each of two caches that hold the prompt, one as plain `generate` keeps it and one
+    that appends in place: plain steps, interleaved with what they are compared with. Methods are replaced inside [`~RoundProfiler.installed`] only, some of them for all of the
     process: nothing else may generate meanwhile.
     """
 
@@ -74,6 +81,7 @@ class RoundProfiler:
         self.target, self.drafter, self.device = target, drafter, target.device
         self.rounds: list[Round] = []
         self.cache: Cache | None = None
+        self.cache_in_place: Cache | None = None
         self._cache_name = cache_argument(target)
         self._round: Round | None = None
         self._parts: list[str] = []
@@ -134,16 +142,37 @@ class RoundProfiler:
 
         return counted
 
-    @torch.no_grad()
-    def prefill(self, inputs: BatchEncoding) -> Cache:
-        """The target's cache with a prompt in it, made by the target alone and cropped after every plain step."""
-        cache = self.target(**inputs, use_cache=True, logits_to_keep=1)[self._cache_name]
-        cache.activate_past_recording()
-        return cache
+    @contextlib.contextmanager
+    def prefilled(self, input_ids: torch.LongTensor) -> Iterator[Callable[..., torch.LongTensor]]:
+        """
+        Read a prompt once, with the drafter. Calls inside go on from there, on copies, and so do the plain steps.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, num_tokens)`): The prompt, of two tokens or more.
+
+        Yields:
+            `Callable`: answers it with the drafter; takes the arguments of `generate`.
+        """
+        read, cache = input_ids[:, :-1], DynamicCache(config=self.target.config)
+        self._generate(read, cache, max_new_tokens=1, do_sample=False)
+        self.cache, self.cache_in_place = copy.deepcopy(cache), copy.deepcopy(cache)
+        for plain in (self.cache, self.cache_in_place):
+            plain.activate_past_recording()  # every plain step is taken back
+        try:
+            with appending_in_place(self.cache_in_place):
+                yield lambda **arguments: self._generate(input_ids, copy.deepcopy(cache), **arguments)
+        finally:
+            self.cache = self.cache_in_place = None
+
+    def _generate(self, input_ids: torch.LongTensor, cache: Cache, **arguments: Any) -> torch.LongTensor:
+        arguments |= {"attention_mask": torch.ones_like(input_ids), "assistant_model": self.drafter}
+        return self.target.generate(input_ids, **{self._cache_name: cache}, **arguments)
 
     def _whole(self, one_round: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(one_round)
         def whole(decoding: AssistedDecoding) -> None:
+            tokens = decoding.sequences[0].tokens
+            before = len(tokens)
             synchronize(self.device)
             self._round, self._parts, self._since = Round(), ["rest"], time.perf_counter()
             try:
@@ -152,17 +181,19 @@ class RoundProfiler:
                 self.rounds.append(self._round)
             finally:
                 self._round = None
-            self.rounds[-1].decode_ms = self._plain_step(decoding.input_ids[:, -1:])
+            one, token_ids = self.rounds[-1], decoding.input_ids[:, -1:]  # any token takes as long
+            one.committed = len(tokens) - before
+            one.decode_ms = self._plain_step(token_ids, self.cache)
+            one.decode_in_place_ms = self._plain_step(token_ids, self.cache_in_place)
 
         return whole
 
-    def _plain_step(self, token_ids: torch.LongTensor) -> float:
-        cache = {self._cache_name: self.cache}
-        position_ids = torch.full_like(token_ids, int(self.cache.get_seq_length()))
+    def _plain_step(self, token_ids: torch.LongTensor, cache: Cache) -> float:
+        position_ids = torch.full_like(token_ids, int(cache.get_seq_length()))
         synchronize(self.device)
         start = time.perf_counter()
-        self.target(token_ids, position_ids=position_ids, use_cache=True, **cache)
+        self.target(token_ids, position_ids=position_ids, use_cache=True, **{self._cache_name: cache})
         synchronize(self.device)
         milliseconds = 1e3 * (time.perf_counter() - start)
-        self.cache.crop(-1)
+        cache.crop(-1)
         return milliseconds

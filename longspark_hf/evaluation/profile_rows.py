@@ -20,11 +20,14 @@ LABELS = {
     "rest": "Python and the rest",
     "round": "round",
     "decode": "a plain one-token pass",
+    "decode_in_place": "the same, cache in place",
 }
 LEGEND = (
     "Medians over rounds. The floor is the larger of bytes moved over memory bandwidth and operations over the speed of a large "
-    "matrix product, both measured in the same process; weights that stay in a processor's cache can beat it. The plain pass runs "
-    "after every round, over the same prompt in a cache as plain `generate` keeps it; break-even: the tokens a round must commit to be worth it."
+    "matrix product, both measured in the same process; weights that stay in a processor's cache can beat it. The plain passes run "
+    "after every round, over the same prompt in a cache as plain `generate` keeps it and in one that appends in place; break-even: the "
+    "tokens a round must commit to be worth it. Paces count all rounds: the committed tokens at the pace of the plain passes beside "
+    "them, over what the rounds took."
 )
 
 
@@ -32,7 +35,10 @@ def part_rows(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of a context's table: its parts, the whole round, and the plain pass it is compared with."""
     lines = [{"part": part, **numbers} for part, numbers in row["parts"].items()]
     lines.append({"part": "round", "ms": row["round_ms"], "percent": 100.0})
-    return [*lines, {"part": "decode", "ms": row["decode_ms"], "percent": 100 * row["decode_ms"] / row["round_ms"]}]
+    for plain in ("decode", "decode_in_place"):
+        milliseconds = row[f"{plain}_ms"]
+        lines.append({"part": plain, "ms": milliseconds, "percent": 100 * milliseconds / row["round_ms"]})
+    return lines
 
 
 COLUMNS: list[Column] = [
@@ -46,15 +52,27 @@ COLUMNS: list[Column] = [
 
 def title(row: dict[str, Any]) -> str:
     """Of a context's table."""
-    return f"A prompt of {row['prompt_tokens']:,} tokens, {row['rounds']} rounds that verify {row['verified_tokens']}"
+    prompts = f"{row['prompts']} prompts" if row["prompts"] > 1 else "A prompt"
+    return f"{prompts} of {row['prompt_tokens']:,} tokens, {row['rounds']} rounds that verify {row['verified_tokens']}"
 
 
-def remark(row: dict[str, Any]) -> str:
+def remarks(row: dict[str, Any]) -> list[str]:
     """What a context's numbers say together."""
+    at = f"At {row['context']:,} tokens"
+    return [
+        f"{at} a round takes {row['round_over_passes']:.2f} × its verification and draft pass; verifying "
+        f"{row['verified_tokens']} tokens takes {row['verify_over_decode']:.2f} × a plain one-token pass; break-even τ "
+        f"{row['break_even_tau']:.2f}.",
+        *(f"{at}, {_pace(mode, pace)}" for mode, pace in row["pace"].items()),
+    ]
+
+
+def _pace(mode: str, pace: dict[str, Any]) -> str:
+    by_prompt = pace["speedup_in_place_by_prompt"]
+    span = f" ({min(by_prompt):.2f} to {max(by_prompt):.2f} by prompt)" if len(by_prompt) > 1 else ""
     return (
-        f"At {row['context']:,} tokens a round takes {row['round_over_passes']:.2f} × its verification and draft pass; verifying "
-        f"{row['verified_tokens']} tokens takes {row['verify_over_decode']:.2f} × a plain one-token pass; τ {row['tau']:.2f}, "
-        f"break-even τ {row['break_even_tau']:.2f}."
+        f"{mode}: τ {pace['tau']:.2f} with {pace['drafted']:.1f} tokens drafted a round; {pace['speedup']:.2f} × the pace of plain "
+        f"passes, {pace['speedup_in_place']:.2f} × where those have the same cache{span}."
     )
 
 
@@ -77,6 +95,6 @@ def markdown(result: dict[str, Any]) -> str:
             name = header.replace("\n", " ").strip()
             name = f"{name} at {row['context']:,}" if name == "ms" else name
             columns.append((name, lambda part, lines=lines, cell=cell: cell(lines[part]) if part in lines else "-"))
-    table = to_markdown_table(columns_table(columns, [*names, "round", "decode"]))
-    remarks = "\n".join(f"- {line}" for line in [*map(remark, result["rows"]), LEGEND])
-    return "\n\n".join([table, remarks, describe(result), source_line(result)])
+    table = to_markdown_table(columns_table(columns, [*names, "round", "decode", "decode_in_place"]))
+    lines = [*(line for row in result["rows"] for line in remarks(row)), LEGEND]
+    return "\n\n".join([table, "\n".join(f"- {line}" for line in lines), describe(result), source_line(result)])

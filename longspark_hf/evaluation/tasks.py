@@ -188,7 +188,9 @@ def _check_name(name: str) -> None:
 
 def _load(name: str, tokenizer: PreTrainedTokenizerBase, num_prompts: int | None, draw: random.Random) -> Task:
     if span := _STDLIB_NAME.fullmatch(name):
-        return Task(name, _stdlib(tokenizer, 1024 * int(span[1]), num_prompts or 4, draw), STDLIB_MAX_NEW_TOKENS)
+        return Task(
+            name, stdlib_prompts(tokenizer, 1024 * int(span[1]), num_prompts or 4, draw), STDLIB_MAX_NEW_TOKENS
+        )
     if name not in HUB_TASKS:
         conversations = read_lines(name, _parse_turns)
         if not conversations:
@@ -269,10 +271,24 @@ def _cut(
     return prompts
 
 
-def _stdlib(
+def stdlib_prompts(
     tokenizer: PreTrainedTokenizerBase, num_tokens: int, num_prompts: int, draw: random.Random
 ) -> list[list[str]]:
-    """Questions about spans of the standard library's sources, each from the start of another file on."""
+    """
+    Questions about spans of the standard library's sources, each from the start of another file on.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Cuts them to length.
+        num_tokens (`int`): Of each prompt, chat template included, about.
+        num_prompts (`int`): How many.
+        draw (`random.Random`): Chooses the files.
+
+    Returns:
+        `list[list[str]]`: conversations of one turn.
+
+    Raises:
+        `ValueError`: where Python's sources are not there, or too short.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     starts = draw.sample(range(len(files)), min(num_prompts, len(files)))
 
