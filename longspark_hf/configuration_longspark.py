@@ -317,13 +317,13 @@ class LongSparkConfig(PreTrainedConfig):
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
+            "intermediate_size": _first(text, "intermediate_size", "ffn_hidden_size") or 4 * text.hidden_size,
             "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            "num_key_value_heads": _key_value_heads(text),
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             "num_target_layers": num_target_layers,
             "target_layer_ids": ids,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
+            "rms_norm_eps": _first(text, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
             "rope_parameters": copy.deepcopy(rope_parameters),
             "layer_types": [layer_types[i] for i in ids if i < num_target_layers] if keyed_by_type else None,
             "max_position_embeddings": text.max_position_embeddings,
@@ -356,6 +356,18 @@ class LongSparkConfig(PreTrainedConfig):
             _check_released_keys(config_dict)
             config_dict = _translate_released(config_dict)
         return config_dict, kwargs
+
+
+def _first(text: PreTrainedConfig, *names: str) -> Any:
+    """The first of some fields that a config has, by the names that architectures give to it."""
+    return next((value for name in names if (value := getattr(text, name, None))), None)
+
+
+def _key_value_heads(text: PreTrainedConfig) -> int:
+    """Heads of the target's K/V cache. Falcon's is special: one head in its first form, copies for all heads in the other."""
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return _first(text, "num_key_value_heads") or text.num_attention_heads
 
 
 def _check_harmless(fields: dict[str, Any]) -> None:

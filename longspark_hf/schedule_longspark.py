@@ -6,7 +6,11 @@ Does not know: how tokens are drafted or verified.
 
 AUTO = "auto"
 # Weight of the newest observation in the running means: times differ little, acceptance is a coin that must be thrown often.
-NEW_SECONDS, NEW_ACCEPTED = 0.2, 0.1
+NEW_SECONDS, NEW_ACCEPTED = 0.2, 0.05
+# Before many were made, all weigh the same, and half accepted as much as so many together.
+HALF_ACCEPTED = 2
+# How far a length that was not tried is believed to be as slow as the line between its neighbours, not as fast as the shorter.
+FEARED = 0.5
 # Rounds at the start that measure both ends, the whole block and no draft, in turn.
 PROBES = 4
 # Rounds without drafts before drafting is tried again: doubled after every failure, back to the first after a success.
@@ -33,9 +37,9 @@ class DraftSchedule:
         if not self.auto and num_assistant_tokens is not None and not isinstance(num_assistant_tokens, int):
             raise ValueError(f'`num_assistant_tokens` must be a whole number or "auto", got {num_assistant_tokens!r}.')
         self.cap = block_size if self.auto or num_assistant_tokens is None else min(num_assistant_tokens, block_size)
-        self.accepted = [0.5] * block_size
+        self.accepted, self.judged = [0.5] * block_size, [0] * block_size
         self.seconds: dict[int, float] = {}
-        self.seen_once: set[int] = set()
+        self.samples = [0] * (block_size + 1)
         self.rounds, self.pause, self.resume_at = 0, FIRST_PAUSE, 0
 
     def length(self) -> int:
@@ -61,14 +65,15 @@ class DraftSchedule:
         self.rounds += 1
         if not self.auto:
             return
-        known = self.seconds.get(length)
-        # The first round of a length pays for allocations, and so do the probes: a later one counts.
-        forget = known is None or self.rounds <= PROBES or length in self.seen_once
-        (self.seen_once.add if known is None else self.seen_once.discard)(length)
-        self.seconds[length] = seconds if forget else known + NEW_SECONDS * (seconds - known)
+        self.samples[length] += 1
+        if self.samples[length] <= 2:  # the first round of a length pays for allocations: the second one counts
+            self.seconds[length] = seconds
+        self.seconds[length] += NEW_SECONDS * (seconds - self.seconds[length])
         for number in accepted:
             for position in range(min(number + 1, length)):
-                self.accepted[position] += NEW_ACCEPTED * ((position < number) - self.accepted[position])
+                self.judged[position] += 1
+                weight = max(NEW_ACCEPTED, 1 / (self.judged[position] + HALF_ACCEPTED))
+                self.accepted[position] += weight * ((position < number) - self.accepted[position])
         if self.rounds < PROBES or (length == 0 and self.rounds > PROBES):
             return
         if max(range(self.cap + 1), key=self._tokens_per_second) == 0:
@@ -89,8 +94,10 @@ class DraftSchedule:
         return tokens / self._seconds(length)
 
     def _seconds(self, length: int) -> float:
-        """Measured, or on the line between the nearest lengths that were."""
-        below = max((known for known in self.seconds if known <= length), default=min(self.seconds))
-        above = min((known for known in self.seconds if known >= length), default=max(self.seconds))
-        share = (length - below) / (above - below) if above > below else 0.0
+        """Measured; before, a hopeful guess from the nearest lengths that were, so that it is tried where it could be best."""
+        if self.samples[length] >= 2:
+            return self.seconds[length]
+        below = max((known for known in range(length + 1) if self.samples[known] >= 2), default=min(self.seconds))
+        above = next((known for known in range(length, self.cap + 1) if self.samples[known] >= 2), below)
+        share = FEARED * (length - below) / max(above - below, 1)
         return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])

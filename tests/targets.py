@@ -89,6 +89,11 @@ MORE_TARGETS = {
         num_kv_heads=4,
         num_key_value_heads=4,
     ),
+    "falcon-multi-query": FalconConfig(  # fields of its own for widths and heads
+        **{key: value for key, value in SHAPE.items() if key not in ("intermediate_size", "num_key_value_heads")},
+        alibi=False,
+        ffn_hidden_size=64,
+    ),
     "llama-one-layer": tiny(LlamaConfig, num_hidden_layers=1),
     "llama-yarn": tiny(
         LlamaConfig,

@@ -99,9 +99,10 @@ def test_config_from_target_takes_the_targets_shapes(name):
 
     config = LongSparkConfig.from_target(target_config, mask_token_id=5)
 
-    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings"):
+    for field in ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         assert getattr(config, field) == getattr(text, field), field
-    assert config.num_key_value_heads == text.num_key_value_heads
+    assert config.intermediate_size == (64 if name.startswith("falcon") else text.intermediate_size)
+    assert config.num_key_value_heads == (1 if name == "falcon-multi-query" else text.num_key_value_heads)
     assert config.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     assert config.num_target_layers == text.num_hidden_layers
     assert config.target_layer_ids == uniform_layer_ids(text.num_hidden_layers)
