@@ -240,7 +240,9 @@ class AssistedDecoding:
 
     def _round(self) -> None:
         start = time.perf_counter()
-        draft = self._draft()
+        left = max(self.budget - len(self.sequences[b].tokens) for b in self.running if b not in self.lingering) - 1
+        num_tokens = min(self.schedule.length(), left) if self.drafting else 0
+        draft = self._draft(num_tokens) if num_tokens > 0 else None
         self.clock.mark("draft")
         token_ids = self.anchors[:, None]
         if draft is not None:
@@ -249,15 +251,11 @@ class AssistedDecoding:
         logits = outputs.logits[:, -token_ids.shape[1] :].to(dtype=torch.float32, device=self.device)
         self.anchors = self._keep(token_ids[:, 1:], draft, logits, outputs)
         self.clock.mark("verify")
-        self.schedule.note(token_ids.shape[1] - 1, self.accepted, time.perf_counter() - start)
+        self.schedule.note(max(num_tokens, 0), self.accepted, time.perf_counter() - start)
         self._retire()
         self.clock.mark("rest")  # a streamer takes as long as it takes
 
-    def _draft(self) -> Any:
-        left = max(self.budget - len(self.sequences[b].tokens) for b in self.running if b not in self.lingering) - 1
-        num_tokens = min(self.schedule.length(), left)
-        if num_tokens <= 0 or not self.drafting:
-            return None
+    def _draft(self, num_tokens: int) -> Any:
         draft = self.drafter.draft(
             self.anchors,
             self.positions,
@@ -354,7 +352,7 @@ class AssistedDecoding:
         number = to_device(kept, self.device)
         if not prefill:
             for place in self._places():
-                self.stats.count_round(kept[place])
+                self.stats.count_round(kept[place], accepted=min(looked[place][0], kept[place]))
             self.clock.mark("rest")  # criteria are the user's
             self.tap.commit(kept)
             self.clock.mark("draft")

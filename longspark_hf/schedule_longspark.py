@@ -58,8 +58,8 @@ class DraftSchedule:
         Take down a finished round.
 
         Args:
-            length (`int`): Drafted tokens.
-            accepted (`list[int]`): Of them, by sequence.
+            length (`int`): Tokens that were to be drafted; a draft may have ended before.
+            accepted (`list[int]`): Drafts that were accepted, by sequence.
             seconds (`float`): From its draft to its last committed token.
         """
         self.rounds += 1

@@ -35,11 +35,14 @@ class LongSparkStats:
         """Mean tokens committed per round (τ in the paper); 0 when there was no round."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
-    def count_round(self, committed: int) -> None:
-        """Record a round that committed `committed` tokens: accepted drafts and one of the target's own."""
+    def count_round(self, committed: int, accepted: int | None = None) -> None:
+        """
+        Record a round that committed `committed` tokens: accepted drafts and, unless one of them ended the sequence, one of the
+        target's own. `accepted` counts the drafts where that is known.
+        """
         self.rounds += 1
         self.tokens += committed
-        for position in range(committed - 1):
+        for position in range(committed - 1 if accepted is None else accepted):
             self.accepted_by_position[position] += 1
 
 

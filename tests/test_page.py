@@ -59,6 +59,7 @@ SWEEP = {
             "draft_ms": 50.0 + slope * context,
             "verify_ms": 200.0,
             "plain_ms": 100.0,
+            "plain_in_place_ms": 80.0,
             "state_bytes": 10**6 + int(10**4 * slope * context),
             "total_bytes": 10**9,
         }

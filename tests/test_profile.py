@@ -203,7 +203,7 @@ def test_answers_without_a_whole_round_are_refused(qwen3, drafter, prompt):
 def test_rounds_that_drafted_less_are_left_out(qwen3, drafter, profiler):
     work = RoundWork.of(qwen3, drafter, profiler.cache, 1000)
     usual = {"trunk": 2.0, "head": 1.0, "markov": 1.0, "verify": 4.0, "rest": 0.8}
-    rounds = [Round(usual, 3.0, drafted=7)] * 2 + [Round({"verify": 100.0, "rest": 1.0}, 3.0)]
+    rounds = [Round(usual, 3.0, 2.0, drafted=7)] * 2 + [Round({"verify": 100.0, "rest": 1.0}, 3.0)]
     row = budget(rounds, work, fixed_ceilings())
     assert (row["rounds"], row["round_ms"], row["parts"]["verify"]["percent"]) == (
         2,
@@ -212,6 +212,7 @@ def test_rounds_that_drafted_less_are_left_out(qwen3, drafter, profiler):
     )
     assert row["round_over_passes"] == pytest.approx(1.1)
     assert row["verify_over_decode"] == pytest.approx(4 / 3) and row["break_even_tau"] == pytest.approx(8.8 / 3)
+    assert (row["decode_ms"], row["decode_in_place_ms"]) == (3.0, 2.0)
 
 
 def test_nothing_drafted_or_seen_is_an_error_that_says_why(qwen3, drafter, profiler):

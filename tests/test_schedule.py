@@ -111,6 +111,17 @@ def test_a_threshold_cuts_where_the_drafter_is_unsure(qwen3, answers):  # noqa: 
     assert oracle.stats.mean_acceptance_length > 6, "a point mass is sure"
 
 
+def test_drafts_that_a_threshold_cuts_to_nothing_are_given_up(qwen3, prompt, monkeypatch):
+    """They take as long as any; counted as no drafts, they would be made in every round."""
+    drafter, drafts = random_drafter(qwen3), []
+    draft = drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda *args, **kwargs: drafts.append(1) or draft(*args, **kwargs))
+    options = {"num_assistant_tokens": "auto", "assistant_confidence_threshold": 0.999, "max_new_tokens": 200}
+    qwen3.generate(prompt, assistant_model=drafter, do_sample=False, **options)
+    assert drafter.stats.rounds == 199 and drafter.stats.accepted_by_position == [0] * 7
+    assert len(drafts) < 60
+
+
 @pytest.mark.parametrize("options", [{"assistant_confidence_threshold": 0.3}, {}])
 @pytest.mark.parametrize("proposal", ["sampled", "likeliest"])
 def test_every_proposal_is_lossless(proposal, options):

@@ -31,6 +31,16 @@ class Identity(LogitsProcessor):
         return scores
 
 
+def test_an_accepted_draft_that_ends_a_sequence_is_counted_as_one(qwen3, answers):  # noqa: F811
+    batch, prompts, truth = answers("qwen3", 1)
+    drafter = make_drafter("oracle", qwen3, prompts, truth)
+    ends = truth[0].tolist()
+    at = next(i for i in range(2, 7) if ends[i] not in ends[:i])  # in the middle of the first block
+    generate(qwen3, batch, drafter, eos_token_id=ends[at])
+    assert (drafter.stats.rounds, drafter.stats.tokens) == (1, at)
+    assert drafter.stats.accepted_by_position == [1] * at + [0] * (7 - at)
+
+
 @pytest.mark.parametrize("stops", ["eos", "criterion"])
 @pytest.mark.parametrize("size, stock", [(1, False), (4, False), (1, True)])
 def test_what_ends_a_sequence_is_sampled_as_often_as_the_target_says_it(monkeypatch, size, stock, stops):

@@ -177,7 +177,7 @@ def test_result_has_a_row_for_each_method_and_context(shape, tmp_path):
     target_bytes, per_row = parameter_bytes(config, torch.float32), row_bytes(config, torch.float32)
     for row in result["rows"]:
         assert row["draft_ms_low"] <= row["draft_ms"] <= row["draft_ms_high"]
-        assert row["verify_ms"] > 0 and row["plain_ms"] > 0
+        assert row["verify_ms"] > 0 and row["plain_ms"] > 0 and row["plain_in_place_ms"] > 0
         rest = row["total_bytes"] - target_bytes - per_row * row["context"] - row["state_bytes"]
         assert rest > 0  # the drafter's weights
     assert not list(tmp_path.glob("*.passes*"))
@@ -239,7 +239,8 @@ def test_findings_are_ratios_to_the_growing_peer():
     assert found["state_smaller"] == {"100": 10.0, "200": 20.0}
     assert found["flat"] == {"longspark": 1.05, "dflash": 2.1, "dflash_sliding": 1.0}
     assert len(finding_lines({"findings": found, "rows": rows})) == 4
-    assert break_even({"draft_ms": 10, "verify_ms": 20, "plain_ms": 15}) == 2.0
+    row = {"draft_ms": 10, "verify_ms": 20, "plain_ms": 15, "plain_in_place_ms": 12}
+    assert (break_even(row), break_even(row, "plain_in_place_ms")) == (2.0, 2.5)
 
 
 def test_papers_state_is_what_the_qwen3_8b_shape_implies():

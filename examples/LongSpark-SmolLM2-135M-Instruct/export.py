@@ -2,8 +2,10 @@
 
     python examples/LongSpark-SmolLM2-135M-Instruct/export.py --run runs/smollm2 --eval-data DIR --data smollm2_synthetic.jsonl
 
-`--eval-data` holds `eval_NAME.jsonl` files of `{"turns": [...]}`; first turns are used. The last 5% of `--data` was held out.
-Several runs after `--run` are those that started from each other's newest checkpoint, in order. `--card` makes only the card anew.
+`--eval-data` holds `eval_NAME.jsonl` files of `{"turns": [...]}`; first turns are used. The last 5% of `--data` was held out, and
+the last 8 of those chose the checkpoint: τ is measured on those before them. Several runs after `--run` are those that started
+from each other's newest checkpoint, in order. Without `--run`, τ of the drafter that is here is measured anew; `--card` makes only
+the card anew.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from longspark_hf.training.trainer import COMPLETE, complete_checkpoints
 
 
 FOLDER = Path(__file__).parent
+SELECTING = 8  # prompts at the end of the data, by whose τ train.py chose the checkpoint
 TRAINING_DATA = (
     "Conversations of the target with itself: prompts sampled from its chat template, word problems and Python tasks from "
     "`prompts.py`, questions about long documents, all answered by the target at temperatures 0, 0.7 and 1; a tenth joined to contexts "
@@ -54,22 +57,26 @@ def main() -> None:
     if options.card:
         write_card(LongSparkDrafter.from_pretrained(FOLDER))
         return
-    if not (options.run and options.eval_data and options.data):
-        parser.error("--run, --eval-data and --data are needed, or --card")
+    if not (options.eval_data and options.data):
+        parser.error("--eval-data and --data are needed, or --card")
 
-    best = Path(options.run[-1]) / "best"
     target, tokenizer = load_target("smollm2")
-    trained = LongSparkDrafter.from_pretrained(best, dtype=torch.bfloat16)
-    trained.config.target_model_type = target.config.model_type
-    trained.config.target_tokenizer = tokenizer_fingerprint(tokenizer)
-    save(trained)
+    if options.run:
+        trained = LongSparkDrafter.from_pretrained(Path(options.run[-1]) / "best", dtype=torch.bfloat16)
+        trained.config.target_model_type = target.config.model_type
+        trained.config.target_tokenizer = tokenizer_fingerprint(tokenizer)
+        save(trained)
+        training, evaluations = training_history([Path(run) for run in options.run])
+    else:
+        before = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
+        training, evaluations = before["training"], before["evaluations"]
     drafter = load_drafter(str(FOLDER))  # what is shipped, rounded to bf16, computed in fp32
 
     sets = {}
     for path in sorted(Path(options.eval_data).glob("eval_*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()[: options.prompts]
         sets[path.stem.removeprefix("eval_")] = [json.loads(line)["turns"][0] for line in lines]
-    held_out = read_samples(options.data)
+    held_out = read_samples(options.data)[:-SELECTING]
     sets["held-out"] = [s.messages[-1]["content"] for s in held_out[-options.prompts :]]
 
     taus: dict[str, dict[str, float]] = {}
@@ -81,7 +88,6 @@ def main() -> None:
             taus[name][temperature] = generated_tau(target, drafter, prompts, options.new_tokens, **sampling)
             print(name, "T =", temperature, round(taus[name][temperature], 3), flush=True)
 
-    training, evaluations = training_history([Path(run) for run in options.run])
     result = {
         "target": SMOLLM2_HUB_ID,
         "tau": taus,

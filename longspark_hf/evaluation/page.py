@@ -128,12 +128,12 @@ def _bench(name: str, result: dict[str, Any]) -> Section:
 
 def _sweep(name: str, result: dict[str, Any]) -> Section:
     rows, parts = result["rows"], []
-    full = all({"plain_ms", "total_bytes"} <= set(row) for row in rows)
+    full = all({"plain_ms", "plain_in_place_ms", "total_bytes"} <= set(row) for row in rows)
     parts += [findings.describe(result)] if {"settings", "passes"} <= set(result) else []
     parts += [plots.draft_and_state(rows)] + ([plots.round_cost(rows)] if full else [])
     result = {**result, "findings": findings.findings(rows)}
     parts.append(findings.finding_lines(result))
-    columns = findings.COLUMNS if full else findings.COLUMNS[:4] + findings.COLUMNS[6:7]
+    columns = findings.COLUMNS if full else findings.COLUMNS[:4] + findings.COLUMNS[8:9]
     parts += [columns_table(columns, rows), findings.LEGEND]
     if result.get("prefill"):
         seconds = [

@@ -62,7 +62,7 @@ def remarks(row: dict[str, Any]) -> list[str]:
     return [
         f"{at} a round takes {row['round_over_passes']:.2f} × its verification and draft pass; verifying "
         f"{row['verified_tokens']} tokens takes {row['verify_over_decode']:.2f} × a plain one-token pass; break-even τ "
-        f"{row['break_even_tau']:.2f}.",
+        f"{row['break_even_tau']:.2f}, {row['round_ms'] / row['decode_in_place_ms']:.2f} where plain passes have the same cache.",
         *(f"{at}, {_pace(mode, pace)}" for mode, pace in row["pace"].items()),
     ]
 

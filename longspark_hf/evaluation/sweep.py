@@ -196,7 +196,7 @@ class Measurement:
         """Milliseconds of every call, in turn, so that a busy machine hits all alike."""
         times = {}
         verified = {(method.verified_in, method.verified_tokens) for method in self.methods.values()}
-        passes = [("stock", 1), *sorted(verified)]  # 1: a plain step
+        passes = [("stock", 1), ("in_place", 1), *sorted(verified)]  # 1: a plain step
         for context in self.sweep.contexts:
             for name, method in self.methods.items():
                 method.draft(context)  # not timed: what ran before, a long verification perhaps, must not matter
@@ -249,6 +249,7 @@ class Measurement:
                     "verify_ms": statistics.median(times[verify] for times in passes),
                     "verified_tokens": method.verified_tokens,
                     "plain_ms": statistics.median(times[f"verify stock 1 {context}"] for times in passes),
+                    "plain_in_place_ms": statistics.median(times[f"verify in_place 1 {context}"] for times in passes),
                     "state_bytes": state,
                     "total_bytes": target_bytes + token_bytes * context + method.weight_bytes + state,
                 }

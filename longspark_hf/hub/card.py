@@ -199,11 +199,12 @@ def _training(results: list[dict[str, Any]], config: LongSparkConfig, training_d
         lines.append(training_data.strip())
     if training is not None:
         metrics, source = training["metrics_of_the_best_checkpoint"], training["provenance"]
-        # The file's name alone: the folder it lay in is nobody's business.
-        data = str(source.get("data") or "").replace("\\", "/").rpartition("/")[2]
+        # Files' names alone: the folders they lay in are nobody's business.
+        paths = [str(run.get("data") or "") for run in [*training.get("earlier_runs", []), source]]
+        data = dict.fromkeys(f"`{name}`" for path in paths if (name := path.replace("\\", "/").rpartition("/")[2]))
         steps = f"{metrics['step']:,} optimizer steps over {metrics['eval_anchors_seen']:,} anchors"
         lines.append(
-            f"{steps}{f' from `{data}`' if data else ''}, {source['dtype']} on {source['device']}, {source['date']}."
+            f"{steps}{' from ' if data else ''}{', then '.join(data)}, {source['dtype']} on {source['device']}, {source['date']}."
         )
     evaluations = next((result["evaluations"] for result in results if result.get("evaluations")), [])
     columns = {"eval_tau": "τ on held-out prompts", "eval_simulated_tau": "simulated τ"}
