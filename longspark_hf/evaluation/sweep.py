@@ -203,6 +203,7 @@ class Measurement:
                 method.restore(context)
                 times[f"draft {name} {context}"] = timed_ms(lambda m=method, c=context: m.draft(c), self.device)
                 method.restore(context)
+            self._verify("in_place", context, 1)  # not timed, as above
             for kind, number in passes:
                 times[f"verify {kind} {number} {context}"] = timed_ms(
                     lambda k=kind, n=number, c=context: self._verify(k, c, n), self.device
