@@ -20,9 +20,9 @@ from longspark_hf.target_longspark import BorrowedTarget
 # Named with what happens to its state: the two peers are easily confused.
 METHODS = {
     "longspark": "LongSpark (fixed state)",
-    "window": "LongSpark without summary (fixed state)",
-    "dflash": "DFlash, full attention (the growing peer)",
-    "dflash_sliding": "DFlash, sliding window (a flat peer)",
+    "window": "LongSpark without summary",
+    "dflash": "DFlash, full attention (grows)",
+    "dflash_sliding": "DFlash, sliding window",
 }
 # What a round commits before the next draft, the same for all methods: the anchor and three accepted tokens.
 COMMITTED_ROWS = 4
