@@ -193,7 +193,7 @@ def print_training(report: dict[str, Any]) -> None:
     """How far a training run is, what it gained, and how its drafter is used."""
     console = _stdout()
     done, steps = report["steps_done"], report["steps"]
-    go_on = "--steps with more goes on" if done >= steps else "the same command goes on"
+    go_on = "--steps with more goes on" if done >= steps else "the same command does the rest"
     console.print(f"{done:,} of {steps:,} steps are done; {go_on}.")
     if report["tau_after"] is not None:
         before = "" if report["tau_before"] is None else f"{report['tau_before']:.2f} before, "

@@ -55,7 +55,14 @@ def run_race(
     loaded, _ = POOL.get(target, drafter)
     built = build_prompt(loaded, prompt, document, context, max_new_tokens)
     request = RaceRequest(
-        target, drafter, built.ids, int(max_new_tokens), float(temperature), int(block_size), next(_FIRST)
+        target,
+        drafter,
+        built.ids,
+        int(max_new_tokens),
+        float(temperature),
+        int(block_size),
+        next(_FIRST),
+        built.origin,
     )
     stop.check()
     yield from race(request, stop)
@@ -111,6 +118,7 @@ def race_values(view: RaceView) -> dict[str, Any]:
         "finished": view.finished,
         "stopped": view.stopped,
         "prompt_tokens": view.prompt_tokens,
+        "prompt_origin": view.prompt_origin,
         "identical": view.identical,
         "speedup": view.speedup,
         "tau": view.longspark.tau,
@@ -135,6 +143,7 @@ def server_limits() -> dict[str, Any]:
     return {
         "ready": POOL.ready,
         "loading": None if POOL.ready else POOL.error or f"step {done + 1} of {total}: {now}",
+        "left_out": dict(POOL.left_out),
         "targets": {
             name: {
                 "drafters": list(loaded.drafters),

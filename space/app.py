@@ -20,16 +20,26 @@ for folder in (HERE.parent, HERE):
 import hardware  # noqa: E402, I001  (before torch)
 import gradio as gr  # noqa: E402
 from actions import race_point, run_measure, run_race, run_sweep  # noqa: E402
-from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
+from charts import COMMITTED_FOR, Committed, charts_html, has_committed  # noqa: E402
 from documents import take_document  # noqa: E402
 from endpoints import DOCUMENT_WORK, MODEL_WORK, add_endpoints  # noqa: E402
-from limits import CONTEXTS, MAX_FILE_BYTES, MAX_NEW_TOKENS, MAX_QUEUE, Refusal, short_length  # noqa: E402
+from limits import (  # noqa: E402
+    CONTEXTS,
+    MAX_BLOCK_SIZE,
+    MAX_FILE_BYTES,
+    MAX_NEW_TOKENS,
+    MAX_QUEUE,
+    Refusal,
+    short_length,
+)
 from measuring import Measured, Point  # noqa: E402
 from panes import LONGSPARK_NAME, PLAIN_NAME, pane_html, summary_html, waiting_panes  # noqa: E402
 from pool import POOL  # noqa: E402
 from prompts import EXAMPLES  # noqa: E402
 from stopping import Stop, Stopped  # noqa: E402
 from words import HEAD, HOW_IT_WORKS, document_html, notice, status_html  # noqa: E402
+
+from longspark_hf import LongSparkDrafter  # noqa: E402
 
 
 COMMITTED = Committed.read()
@@ -56,8 +66,14 @@ THEME = gr.themes.Soft(
 )
 QUIET = {"api_visibility": "private", "show_progress": "hidden"}
 AT_ONCE = QUIET | {"queue": False}
+# What waits shows its place in the queue at one spot, which exists for that.
+IN_QUEUE = MODEL_WORK | {"api_visibility": "private", "show_progress": "minimal"}
 # Uploads are removed when they were read; this is for those that never are, as when a page is closed too early.
 FORGET_FILES = (600, 600)
+# Seconds that points and document of a page that stays open are kept; those of a closed one Gradio keeps for an hour.
+# No page hears that its document is gone, so this is long; what limits memory is how many sessions are kept, the last used.
+KEEP_STATES = 24 * 3600
+MAX_SESSIONS = 256
 # Switches of the page's works that have left the queue.
 _RUNNING: set[str] = set()
 
@@ -65,7 +81,9 @@ _RUNNING: set[str] = set()
 def build_app() -> gr.Blocks:
     """The page and the named endpoints. Models are taken from `POOL` when something is asked for."""
     with gr.Blocks(title="LongSpark: speed and memory", analytics_enabled=False, delete_cache=FORGET_FILES) as app:
-        points, document, stop_path, withdrawn = gr.State([]), gr.State(""), gr.State(""), gr.State("")
+        points, document, stop_path = (gr.State(value, time_to_live=KEEP_STATES) for value in ([], "", ""))
+        # A hidden component, not a state: that a state changed, a page only hears from events in the queue.
+        withdrawn = gr.HTML("", visible="hidden")
         gr.HTML(HEAD)
         status, ticks = gr.HTML(status_html()), gr.Timer(0.5)
 
@@ -99,9 +117,12 @@ def build_app() -> gr.Blocks:
             with gr.Row():
                 temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature (0: greedy)", elem_id="temperature")
                 max_new_tokens = gr.Slider(1, MAX_NEW_TOKENS, 96, step=1, label="New tokens", elem_id="new-tokens")
-                block_size = gr.Slider(0, 16, 0, step=1, label="Draft at most (0: no cap)", elem_id="block-size")
+                block_size = gr.Slider(
+                    0, MAX_BLOCK_SIZE, 0, step=1, label="Draft at most (0: no cap)", elem_id="block-size"
+                )
 
         message = gr.HTML("", elem_id="message")
+        place = gr.HTML("", elem_id="place")
         waiting = waiting_panes()
         summary = gr.HTML(waiting[0], elem_id="summary")
         with gr.Row(equal_height=True):
@@ -112,6 +133,12 @@ def build_app() -> gr.Blocks:
 
         gr.HTML("<h2>Against context length</h2>")
         charts = gr.HTML(charts_html([], COMMITTED_FOR, COMMITTED), elem_id="charts")
+        growing = gr.Checkbox(
+            not has_committed(COMMITTED_FOR, COMMITTED),
+            label="Measure the growing cache, too",
+            info="If not, the charts show the committed sweep (thin lines), where there is one for this target.",
+            elem_id="growing",
+        )
         with gr.Row():
             measure_button = gr.Button("Measure at this context", elem_id="measure", interactive=False)
             sweep_button = gr.Button("Sweep all lengths", elem_id="sweep", interactive=False)
@@ -121,13 +148,16 @@ def build_app() -> gr.Blocks:
         gr.HTML(HOW_IT_WORKS)
 
         starters, stoppers = [race_button, measure_button, sweep_button], [stop_button, cancel_button]
+        buttons = [*starters, clear_button, *stoppers]  # see `_buttons`
         settings = [prompt, document, context, target, drafter, temperature, max_new_tokens, block_size]
         race_outputs = [message, summary, plain_pane, longspark_pane, charts, points]
-        loading = [status, ticks, target, drafter, context, *starters]
+        loading = [status, ticks, target, drafter, block_size, context, growing, *starters]
 
         app.load(_show_loading, None, loading, **AT_ONCE)
         ticks.tick(_show_loading, None, loading, **AT_ONCE)
-        target.change(_choose_target, [target, context, points], [drafter, context, charts], **AT_ONCE)
+        chosen_target = [drafter, block_size, context, growing, charts]
+        target.change(_choose_target, [target, context, block_size, points], chosen_target, **AT_ONCE)
+        drafter.change(_choose_drafter, [target, drafter, block_size], block_size, **AT_ONCE)
         for button, (_, text, length, tokens) in zip(examples, EXAMPLES):
             chosen = _example(text, length, tokens)
             button.click(chosen, [target], [prompt, context, max_new_tokens], **AT_ONCE)
@@ -136,26 +166,31 @@ def build_app() -> gr.Blocks:
         forget.click(lambda: ("", document_html(), None, ""), None, forgotten, **AT_ONCE)
         clear_button.click(lambda name: ([], charts_html([], name, COMMITTED)), target, [points, charts], **AT_ONCE)
 
-        buttons, runs = [*starters, *stoppers], []
+        runs = []
         works = [
             (race_button, _race, [*settings, points, stop_path], race_outputs),
             (
                 measure_button,
                 _measure,
-                [target, drafter, context, points, stop_path],
+                [target, drafter, context, growing, points, stop_path],
                 [message, progress, charts, points],
             ),
-            (sweep_button, _sweep, [target, drafter, points, stop_path], [message, progress, charts, points]),
+            (
+                sweep_button,
+                _sweep,
+                [target, drafter, growing, points, stop_path],
+                [message, progress, charts, points],
+            ),
         ]
         for button, work, inputs, outputs in works:
             begun = button.click(_begin, None, [stop_path, message, *buttons], **AT_ONCE)
-            run = begun.then(work, inputs, outputs, **QUIET, **MODEL_WORK)
+            run = begun.then(work, inputs, outputs, show_progress_on=place, **IN_QUEUE)
             runs.append(run)
-            run.failure(_failed, [stop_path, withdrawn], message, **AT_ONCE)
-            run.then(_end, None, buttons, **AT_ONCE)
+            run.failure(_failed, [stop_path, withdrawn], [message, *buttons], **AT_ONCE)
+            run.then(_end, None, buttons, **AT_ONCE)  # not after a failure
         for button in stoppers:
-            # Not `AT_ONCE`: only of events in the queue does the page hear that a state changed.
-            button.click(_stop, stop_path, [message, withdrawn, *buttons], concurrency_limit=None, **QUIET)
+            # Past the queue: in a full one, what runs could not be stopped, and what waits not be withdrawn.
+            button.click(_stop, stop_path, [message, withdrawn, *buttons], **AT_ONCE)
         withdrawn.change(None, None, None, cancels=runs)
         add_endpoints()
     return app.queue(max_size=MAX_QUEUE, default_concurrency_limit=1)
@@ -164,14 +199,17 @@ def build_app() -> gr.Blocks:
 def _show_loading() -> list[Any]:
     """Progress of loading; when it is done, what there is to choose from."""
     if not POOL.ready:
-        return [status_html(), gr.Timer(active=POOL.error is None), *[gr.skip()] * 6]
+        return [status_html(), gr.Timer(active=POOL.error is None), *[gr.skip()] * 8]
     name, loaded = next(iter(POOL.targets.items()))
+    drafter, *_ = loaded.drafters
     return [
         status_html(hardware.device_name()),
         gr.Timer(active=False),
         gr.Dropdown(list(POOL.targets), value=name),
-        gr.Dropdown(list(loaded.drafters), value=next(iter(loaded.drafters))),
+        gr.Dropdown(list(loaded.drafters), value=drafter),
+        _caps(loaded.drafters[drafter], 0),
         gr.Radio(_contexts(name)),
+        gr.Checkbox(value=not has_committed(name, COMMITTED)),
         *[gr.Button(interactive=True)] * 3,
     ]
 
@@ -182,12 +220,29 @@ def _contexts(target: str) -> list[tuple[str, int]]:
     return [("as written", 0), *((short_length(context) + note, context) for context, note in ntk.items())]
 
 
-def _choose_target(target: str, context: int, points: list[Point]) -> tuple[Any, Any, str]:
-    loaded, _ = POOL.get(target)
+def _caps(drafter: LongSparkDrafter, chosen: int) -> gr.Slider:
+    """Caps that make a difference: a drafter never proposes more than its own block."""
+    own = drafter.config.block_size
+    return gr.Slider(maximum=own, value=min(chosen, own))
+
+
+def _choose_target(target: str, context: int, block_size: int, points: list[Point]) -> list[Any]:
+    loaded, drafter = POOL.get(target)
     choices = _contexts(target)
-    kept = context if context in dict(choices).values() else 0
-    drafters = gr.Dropdown(list(loaded.drafters), value=next(iter(loaded.drafters)))
-    return drafters, gr.Radio(choices, value=kept), charts_html(points, target, COMMITTED)
+    return [
+        gr.Dropdown(list(loaded.drafters), value=next(iter(loaded.drafters))),
+        _caps(drafter, block_size),
+        gr.Radio(choices, value=context if context in dict(choices).values() else 0),
+        gr.Checkbox(value=not has_committed(target, COMMITTED)),
+        charts_html(points, target, COMMITTED),
+    ]
+
+
+def _choose_drafter(target: str, drafter: str, block_size: int) -> Any:
+    try:
+        return _caps(POOL.get(target, drafter)[1], block_size)
+    except Refusal:  # the page is on its way to another target, and hears of that, too
+        return gr.skip()
 
 
 def _example(text: str, length: int, tokens: int) -> Any:
@@ -208,26 +263,31 @@ def _read(file: str) -> list[Any]:
 
 def _begin() -> list[Any]:
     """A stop switch for what begins now; no second start until it ends."""
-    waiting = notice("Waiting for the device: one visitor's work runs at a time.")
-    return [Stop().path, waiting, *[gr.Button(interactive=False)] * 3, *[gr.Button(interactive=True)] * 2]
+    waiting = "Waiting for the device: one visitor's work runs at a time, and another visitor's may be ahead."
+    return [Stop().path, notice(waiting), *_buttons(working=True)]
 
 
 def _end() -> list[Any]:
-    return [*[gr.Button(interactive=True)] * 3, *[gr.Button(interactive=False)] * 2]
+    return _buttons(working=False)
 
 
-def _failed(stop_path: str, withdrawn: str) -> str:
+def _buttons(working: bool) -> list[Any]:
+    """Those that start, and Clear, as points on their way would bring cleared ones back; then those that stop."""
+    return [*[gr.Button(interactive=not working)] * 4, *[gr.Button(interactive=working)] * 2]
+
+
+def _failed(stop_path: str, withdrawn: str) -> list[Any]:
     if stop_path == withdrawn:  # to the page, what was cancelled has failed
-        return notice("Stopped before it began.")
-    text = "This did not run to its end: the queue is full, or something failed. Try again in a moment."
-    return notice(text, error=True)
+        return [notice("Stopped before it began."), *_end()]
+    text = "This did not run to its end: the queue is full, or something failed. Try again, or reload the page."
+    return [notice(text, error=True), *_end()]
 
 
 def _stop(stop_path: str) -> list[Any]:
     """What runs is told and ends by itself; what is still in the queue is withdrawn, whoever is before it."""
     if stop_path in _RUNNING:
         Stop(stop_path).set()
-        return [notice("Stopping …"), *[gr.skip()] * 6]
+        return [notice("Stopping …"), *[gr.skip()] * 7]
     return [notice("Stopped before it began."), stop_path, *_end()]
 
 
@@ -260,16 +320,18 @@ def _race(*values: Any) -> Iterator[list[Any]]:
         yield [notice(str(refusal), error=True), *[gr.skip()] * 5]
 
 
-def _measure(target: str, drafter: str, context: int, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+def _measure(
+    target: str, drafter: str, context: int, growing: bool, points: list[Point], stop_path: str
+) -> Iterator[list[Any]]:
     note = "" if context else " “As written” is no length, so this was 1K: choose a context for another."
     with _running(stop_path) as stop:
-        measuring = run_measure(target, drafter, context or CONTEXTS[0], True, stop)
+        measuring = run_measure(target, drafter, context or CONTEXTS[0], growing, stop)
         yield from _fill_charts(measuring, target, points, note)
 
 
-def _sweep(target: str, drafter: str, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
+def _sweep(target: str, drafter: str, growing: bool, points: list[Point], stop_path: str) -> Iterator[list[Any]]:
     with _running(stop_path) as stop:
-        yield from _fill_charts(run_sweep(target, drafter, True, stop), target, points)
+        yield from _fill_charts(run_sweep(target, drafter, growing, stop), target, points)
 
 
 def _fill_charts(
@@ -306,6 +368,7 @@ def main(app: gr.Blocks | None = None, **options: Any) -> Any:
         "theme": THEME,
         "css_paths": HERE / "style.css",
         "max_file_size": MAX_FILE_BYTES,
+        "state_session_capacity": MAX_SESSIONS,
         "footer_links": ["api", "settings"],
         "show_error": True,
         "ssr_mode": False,

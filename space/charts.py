@@ -53,6 +53,11 @@ class Committed:
         )
 
 
+def has_committed(target: str, committed: Committed | None) -> bool:
+    """Whether there is a committed sweep for a target, the growing cache included."""
+    return committed is not None and target == COMMITTED_FOR
+
+
 def charts_html(points: list[Point], target: str, committed: Committed | None) -> str:
     """
     Both charts with their legend.
@@ -63,7 +68,7 @@ def charts_html(points: list[Point], target: str, committed: Committed | None) -
         committed ([`Committed`], *optional*): Thin lines behind them, for the target it was measured on.
     """
     points = [point for point in points if point.target == target]
-    committed = committed if target == COMMITTED_FOR else None
+    committed = committed if has_committed(target, committed) else None
     draft = _chart(
         "Draft time a round, milliseconds", "draft_ms", points, committed, ["longspark", "dflash"], lambda ms: ms
     )

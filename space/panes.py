@@ -52,13 +52,23 @@ def _identical(view: RaceView) -> str:
 
 
 def _how(view: RaceView) -> str:
+    prompt = f"Prompt: {view.prompt_tokens:,} tokens ({view.prompt_origin}). " if view.prompt_origin else ""
     if view.stopped:
-        return "Stopped. What was generated until then stays."
+        return f"{prompt}Stopped. What was generated until then stays."
     order = "plain began" if view.first == "plain" else "LongSpark began"
-    how = f"One device, in turn: the lane whose own clock is behind runs next ({order}); each clock runs in its own turns only."
+    how = f"{prompt}One device, in turn: the lane whose own clock is behind runs next ({order}); each clock runs in its own turns only."
     if view.identical is False:
-        how += " In half precision a near-tie can fall the other way when several tokens are verified at once."
+        how += " " + _why_different(view.dtype)
     return how
+
+
+def _why_different(dtype: str) -> str:
+    tie = (
+        "verifying several tokens at once rounds differently from decoding one, and a near-tie can fall the other way."
+    )
+    if dtype == "float32":
+        return f"In float32 this is rare: {tie}"
+    return f"In half precision ({dtype}) {tie}"
 
 
 def pane_html(name: str, lane: LaneView, view: RaceView | None = None) -> str:

@@ -5,6 +5,7 @@ Does not know: what is done with them.
 """
 
 import copy
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ from longspark_hf.evaluation.shapes import free_memory, row_bytes
 from longspark_hf.evaluation.targets import device_and_dtype, load_drafter, load_target, scale_rope
 from longspark_hf.evaluation.tasks import first_ids
 
+
+logger = logging.getLogger(__name__)
 
 # Short name: the target to load, and its drafter (none: the one this repository ships).
 CATALOGUE = {
@@ -83,6 +86,7 @@ class Pool:
 
     targets: dict[str, LoadedTarget] = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # short names of targets that could not be loaded, and why
     ready: bool = False
     error: str | None = None
     started: float = field(default_factory=time.monotonic)
@@ -121,34 +125,29 @@ class Pool:
             raise Refusal(f"There is no drafter {shown(drafter)} for {target}. Choose one of: {', '.join(drafters)}.")
         return self.targets[target], drafters[drafter]
 
-    def load(self, names: list[str] | None = None) -> None:
+    def load(self) -> None:
         """
-        Load targets and drafters, one after the other; what goes wrong is kept for the page.
+        Load the wanted targets and their drafters, one after the other. What cannot be loaded is left out.
 
-        Args:
-            names (`list[str]`, *optional*):
-                Of `CATALOGUE`. Default: the environment's `LONGSPARK_TARGETS`, else on a GPU all that fit, on a CPU
-                SmolLM2.
+        Raises:
+            `ValueError`: if nothing could be loaded; the page says so, too.
         """
         try:
             device, dtype = device_and_dtype()
-            wanted = os.environ.get("LONGSPARK_TARGETS", "smollm2" if device.type == "cpu" else ",".join(CATALOGUE))
-            names = names or [name.strip() for name in wanted.split(",")]
-            unknown = [name for name in names if name not in CATALOGUE]
-            if unknown:
-                raise ValueError(f"LONGSPARK_TARGETS names {unknown}; it takes {', '.join(CATALOGUE)}.")
+            names = wanted_targets(device.type)
             self._total = 3 * len(names)
             for name in names:
                 try:
                     self._load_one(name, device, dtype)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error) or name == names[-1] and not self.targets:
-                        raise
-                    self.steps.append(f"left out {name}: not enough memory")
+                except Exception as error:  # of many kinds, from what downloads and reads weights
+                    self.left_out[name] = "not enough memory" if is_out_of_memory(error) else _in_words(error)
+                    logger.warning("%s is left out: %s", name, self.left_out[name])
                 release_memory()
+            if not self.targets:
+                raise ValueError("; ".join(f"{name}: {reason}" for name, reason in self.left_out.items()))
             self.ready = True
         except Exception as error:
-            self.error = " ".join(str(error).split()) or type(error).__name__
+            self.error = _in_words(error)
             raise
 
     def _load_one(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -188,6 +187,28 @@ class Pool:
 
 
 POOL = Pool()
+
+
+def wanted_targets(device: str) -> list[str]:
+    """
+    Short names of the targets to load: the environment's `LONGSPARK_TARGETS`, else on a GPU all, on a CPU SmolLM2.
+
+    Args:
+        device (`str`): Type of the device that they are for.
+
+    Raises:
+        `ValueError`: if a name is not in `CATALOGUE`.
+    """
+    default = "smollm2" if device == "cpu" else ",".join(CATALOGUE)
+    names = [name.strip() for name in os.environ.get("LONGSPARK_TARGETS", default).split(",")]
+    unknown = [name for name in names if name not in CATALOGUE]
+    if unknown:
+        raise ValueError(f"LONGSPARK_TARGETS names {unknown}; it takes {', '.join(CATALOGUE)}.")
+    return names
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def own_copy(model: PreTrainedModel, ntk_alpha: float = 1) -> PreTrainedModel:

@@ -32,7 +32,7 @@ _CHARACTERS_PER_TOKEN = 8  # no tokenizer packs more on average; spares it the r
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids for the target, and in words where they come from."""
+    """Token ids for the target, and in words where they come from: what was cut, what was added."""
 
     ids: list[int]
     origin: str
@@ -93,11 +93,16 @@ def _padded(tokenizer: PreTrainedTokenizerBase, prompt: str, document: str, num_
             f"The prompt alone has {len(framed('')):,} tokens; this context leaves {num_tokens:,} for it. Choose a longer "
             "context, or shorten the prompt."
         )
-    text, origin = document, "your document, cut to this length"
+    text, origin = document, "your document, cut to fit, and your prompt"
     if len(_ids(tokenizer, document, room)) < room:
         text = f"{document}\n\n{_sources(room)}" if document else _sources(room)
-        origin = ("your document and " if document else "") + "sources of Python's standard library"
-    ids = framed(tokenizer.decode(_ids(tokenizer, text, room)))
+        origin = ("your document and " if document else "") + "sources of Python's standard library, and your prompt"
+    text_ids = _ids(tokenizer, text, room)
+    ids = framed(tokenizer.decode(text_ids))
+    # What was cut out need not be encoded as it was: half a character comes back as more tokens than it had.
+    while len(ids) > num_tokens:
+        text_ids = text_ids[: max(len(text_ids) - (len(ids) - num_tokens), 0)]
+        ids = framed(tokenizer.decode(text_ids))
     return ids, origin
 
 

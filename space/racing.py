@@ -43,6 +43,7 @@ class RaceRequest:
         temperature (`float`, *optional*, defaults to 0): 0 is greedy; otherwise the unfiltered distribution is sampled.
         block_size (`int`, *optional*, defaults to 0): Cap on the draft; 0 leaves the drafter's own.
         first (`str`, *optional*): The lane that begins.
+        prompt_origin (`str`, *optional*): Where the prompt comes from, in words.
     """
 
     target: str
@@ -52,6 +53,7 @@ class RaceRequest:
     temperature: float = 0.0
     block_size: int = 0
     first: str = PLAIN
+    prompt_origin: str = ""
 
 
 @dataclass
@@ -92,6 +94,8 @@ class RaceView:
     prompt_tokens: int
     temperature: float
     block_size: int
+    prompt_origin: str = ""
+    dtype: str = "float32"
     identical: bool | None = None
     first_difference: int | None = None
     state_bytes: int | None = None
@@ -248,7 +252,9 @@ def race(request: RaceRequest, stop: Stop) -> Iterator[RaceView]:
         first=request.first,
         prompt_tokens=len(request.prompt_ids),
         temperature=request.temperature,
-        block_size=request.block_size or drafter.config.block_size,
+        block_size=min(request.block_size or drafter.config.block_size, drafter.config.block_size),
+        prompt_origin=request.prompt_origin,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
     )
     with model_work(f"{len(request.prompt_ids):,} tokens of prompt and {request.max_new_tokens} new ones, twice"):
         yield from _run_lanes(view, loaded, drafter, request, stop)
@@ -343,6 +349,9 @@ def _take_stats(view: RaceView, target_bytes: int, drafts: int, draft_seconds: f
     lane = view.longspark
     lane.rounds, lane.tokens = stats.rounds, stats.tokens
     lane.accepted_by_position = list(stats.accepted_by_position)
+    # A draft that ends the answer stands where `_count` expects a token of the target's own; the statistics count it.
+    if lane.pieces and sum(lane.accepted_by_position) > lane.tokens - lane.rounds:
+        lane.pieces[-1] = (lane.pieces[-1][0], "draft")
     view.state_bytes, view.target_bytes = stats.state_bytes, target_bytes
     # Not `stats.draft_seconds` and `stats.verify_seconds`: one of them runs on while the other lane holds the baton.
     if drafts:

@@ -17,8 +17,9 @@ _PACKAGE = (
 _MODEL = "<a href='https://huggingface.co/{0}'>{0}</a>"
 
 HEAD = f"""<div class="ls-head"><h1>LongSpark: the draft costs the same at any length</h1>
-<p>Plain <code>generate</code> and <code>generate</code> with a LongSpark drafter answer the same prompt. The text is the same;
-watch speed, accepted drafts and memory. Targets and drafters: {_MODEL.format("HuggingFaceTB/SmolLM2-135M-Instruct")},
+<p>Plain <code>generate</code> and <code>generate</code> with a LongSpark drafter answer the same prompt. At temperature 0 in float32 the
+text is the same; in half precision a near-tie can end it otherwise, and sampled answers are two draws from one distribution. Watch
+speed, accepted drafts and memory. Targets and drafters: {_MODEL.format("HuggingFaceTB/SmolLM2-135M-Instruct")},
 {_MODEL.format("Hehy/LongSpark-Qwen3-4B")}, {_MODEL.format("Hehy/LongSpark-Qwen3-8B")}. Paper: LongSpark (2026). Package: {_PACKAGE}.</p>
 </div>"""
 
@@ -37,7 +38,7 @@ def status_html(device: str | None = None) -> str:
     if POOL.error is not None:
         return f"<div class='ls-status' role='alert' data-kind='error'>The models could not be loaded: {html.escape(POOL.error)}</div>"
     if device is not None:
-        return f"<div class='ls-status' role='status' data-kind='ready'>Ready. Measured here, now, on {html.escape(device)}.</div>"
+        return f"<div class='ls-status' role='status' data-kind='ready'>Ready. Measured here, now, on {html.escape(device)}.{_left_out()}</div>"
     done, total, now, seconds = POOL.progress()
     return (
         f"<div class='ls-status' role='status' data-kind='loading'><label>Loading models, step {min(done + 1, total)} of {total}: "
@@ -45,10 +46,15 @@ def status_html(device: str | None = None) -> str:
     )
 
 
+def _left_out() -> str:
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in POOL.left_out.items())
+    return f" Left out: {html.escape(reasons)}" if reasons else ""
+
+
 def document_html(text: str = "", name: str = "") -> str:
     """Which document stands in front of the prompt."""
     if not text:
-        return f"<p>No document. {', '.join(FILE_TYPES)} up to {MAX_FILE_BYTES // 2**20} MiB; nothing is kept.</p>"
+        return f"<p>No document. {', '.join(FILE_TYPES)} up to {MAX_FILE_BYTES // 2**20} MiB; in memory only, until an hour after the page is closed.</p>"
     size = f"{len(text):,} characters, about {len(text) // 4:,} tokens"
     return f"<p>Document: {html.escape(cut(name))}, {size}, in front of the prompt.</p>"
 

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,22 +18,23 @@ from .browser.scripted import DRAFTER, NAME, NEW_TOKENS, PDF, PROMPT, RANDOM, SP
 from .browser.scripted import FailingDrafter, byte_tokenizer, fill_pool, run, scripted_target  # noqa: E402
 from .targets import left_on  # noqa: E402
 
+import httpx  # noqa: E402
 import actions  # noqa: E402
 import app  # noqa: E402
 import documents  # noqa: E402
 import endpoints  # noqa: E402
 from baton import Baton  # noqa: E402
-from charts import COMMITTED_FOR, Committed, charts_html  # noqa: E402
+from charts import COMMITTED_FOR, Committed, charts_html, has_committed  # noqa: E402
 from documents import read_document, take_document  # noqa: E402
-from limits import MAX_CHARACTERS, MAX_FILE_BYTES, Refusal  # noqa: E402
+from limits import MAX_CHARACTERS, MAX_FILE_BYTES, MAX_QUEUE, Refusal  # noqa: E402
 from measuring import PASSES, Point, measure  # noqa: E402
 from panes import pane_html, summary_html, waiting_panes  # noqa: E402
 from pieces import Pieces  # noqa: E402
-from pool import POOL, own_copy  # noqa: E402
+from pool import CATALOGUE, POOL, Pool, own_copy, wanted_targets  # noqa: E402
 from prompts import build_prompt  # noqa: E402
 from racing import LaneView, RaceView, _take_stats  # noqa: E402
 from stopping import Stop, Stopped  # noqa: E402
-from words import document_html  # noqa: E402
+from words import document_html, status_html  # noqa: E402
 
 from longspark_hf.stats_longspark import LongSparkStats  # noqa: E402
 
@@ -40,6 +43,7 @@ from longspark_hf.stats_longspark import LongSparkStats  # noqa: E402
 def pool():
     yield POOL
     POOL.targets.clear()
+    POOL.left_out.clear()
     POOL.ready, POOL.error = False, None
 
 
@@ -81,6 +85,47 @@ def test_draft_time_is_of_rounds_that_drafted():
     view = RaceView(LaneView(), LaneView(seconds=1.0, prefill_seconds=0.2), "plain", 7, 0.0, 4)
     _take_stats(view, 0, 3, 0.3, LongSparkStats(rounds=4, tokens=9))
     assert view.draft_ms == pytest.approx(100) and view.verify_ms == pytest.approx(125)
+
+
+def test_a_draft_that_ends_the_answer_is_coloured_as_one():
+    loaded = scripted_target()
+    fill_pool(loaded)
+    ids = run().plain.ids
+    last = next(i for i in range(2, loaded.drafters[DRAFTER].config.block_size) if ids[i] not in ids[:i])
+    loaded.model.generation_config.eos_token_id = ids[last]
+    view = run()
+    assert view.longspark.ids == view.plain.ids == ids[: last + 1]
+    assert [origin for _, origin in view.longspark.pieces] == ["first"] + ["draft"] * last
+    assert sum(view.longspark.accepted_by_position) == last
+
+
+def test_a_cap_beyond_the_drafters_block_is_that_block():
+    loaded = scripted_target()
+    fill_pool(loaded)
+    own = loaded.drafters[DRAFTER].config.block_size
+    view = run(block_size=16)
+    assert view.block_size == own < 16
+    assert f"axis 0 to {own + 1}" in pane_html("LongSpark", view.longspark, view)
+    caps = app._choose_drafter(NAME, RANDOM, 16)
+    assert (caps.maximum, caps.value) == (own, own)
+    assert app._choose_target(NAME, 0, 16, [])[1].maximum == app._show_loading()[4].maximum == own
+
+
+def test_a_difference_is_put_down_to_half_precision_only_where_it_was_used():
+    view = RaceView(LaneView(), LaneView(), "plain", 7, 0.0, 4, identical=False, first_difference=3)
+    assert "In float32 this is rare" in summary_html(view) and "half precision" not in summary_html(view)
+    view.dtype = "bfloat16"
+    assert "In half precision (bfloat16)" in summary_html(view)
+    assert "At temperature 0 in float32" in " ".join(app.HEAD.split())
+
+
+def test_the_page_says_how_long_the_prompt_is_and_what_was_cut_or_added():
+    fill_pool(scripted_target())
+    for document, origin in (("", "sources of Python"), ("w1 w2 " * 5000, "your document, cut")):
+        view = run(document=document, context=512)
+        assert f"Prompt: {view.prompt_tokens:,} tokens ({origin}" in summary_html(view)
+        assert origin in actions.race_values(view)["prompt_origin"]
+    assert "Prompt: 7 tokens (your prompt)" in summary_html(run())
 
 
 def test_where_nothing_was_drafted_there_is_no_draft_time_and_no_point():
@@ -181,6 +226,95 @@ def test_a_long_document_is_cut_to_the_context():
     assert len(built.ids) == 512 - 40 and "cut" in built.origin
 
 
+@pytest.mark.parametrize("new_tokens", [60, 61, 62])
+def test_a_chosen_context_is_served_wherever_it_cuts_the_document(new_tokens):
+    loaded = scripted_target()
+    loaded.tokenizer = byte_tokenizer()  # three tokens a snowman; a part of one comes back as three
+    limit = loaded.max_context
+    built = build_prompt(loaded, "What?", "☃" * limit, limit, new_tokens)
+    assert limit - new_tokens - 4 <= len(built.ids) <= limit - new_tokens
+    assert loaded.tokenizer.decode(built.ids).endswith("What?")
+
+
+@pytest.fixture
+def catalogue(tmp_path, monkeypatch):
+    """Two tiny targets with their drafters in folders, and one that is not there, as all that the pool knows."""
+    entries = {}
+    for name in ("other", "smollm2"):
+        loaded = scripted_target()
+        target, drafter = str(tmp_path / f"{name}-target"), str(tmp_path / f"{name}-drafter")
+        loaded.model.save_pretrained(target)
+        loaded.tokenizer.save_pretrained(target)
+        loaded.drafters[RANDOM].save_pretrained(drafter)
+        entries[name] = (target, drafter)
+    entries["missing"] = (str(tmp_path / "missing"), entries["other"][1])
+    monkeypatch.setattr("pool.CATALOGUE", entries)
+    monkeypatch.delenv("LONGSPARK_TARGETS", raising=False)
+    return entries
+
+
+@pytest.mark.parametrize(
+    "asked, loaded, left_out",
+    [
+        (None, ["smollm2-target"], {}),
+        ("other, smollm2", ["other-target", "smollm2-target"], {}),
+        ("missing,smollm2", ["smollm2-target"], {"missing": "missing"}),
+        ("smollm2,missing", ["smollm2-target"], {"missing": "missing"}),
+    ],
+)
+def test_targets_that_can_be_loaded_serve_whatever_becomes_of_others(catalogue, monkeypatch, asked, loaded, left_out):
+    if asked is not None:
+        monkeypatch.setenv("LONGSPARK_TARGETS", asked)
+    pool = Pool()
+    pool.load()
+    assert pool.ready and pool.error is None and list(pool.targets) == loaded
+    assert pool.left_out.keys() == left_out.keys() and all(left_out[name] in pool.left_out[name] for name in left_out)
+    target, drafter = pool.get()
+    assert target.name == loaded[0] and drafter.config.block_size > 0
+
+
+def test_a_target_without_memory_is_left_out(catalogue, monkeypatch):
+    import pool as module
+
+    def load_target(name, dtype):
+        if name == catalogue["other"][0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return module_load_target(name, dtype)
+
+    module_load_target = module.load_target
+    monkeypatch.setattr(module, "load_target", load_target)
+    monkeypatch.setenv("LONGSPARK_TARGETS", "other,smollm2")
+    pool = Pool()
+    pool.load()
+    assert list(pool.targets) == ["smollm2-target"] and pool.left_out == {"other": "not enough memory"}
+
+
+def test_where_nothing_can_be_loaded_the_page_says_why(catalogue, monkeypatch):
+    monkeypatch.setenv("LONGSPARK_TARGETS", "missing")
+    pool = Pool()
+    with pytest.raises(ValueError, match="missing: "):
+        pool.load()
+    assert not pool.ready
+    with pytest.raises(Refusal, match="could not be loaded: missing: "):
+        pool.get()
+
+
+def test_which_targets_are_loaded(monkeypatch):
+    monkeypatch.delenv("LONGSPARK_TARGETS", raising=False)
+    assert wanted_targets("cuda") == list(CATALOGUE) and wanted_targets("cpu") == ["smollm2"]
+    monkeypatch.setenv("LONGSPARK_TARGETS", "qwen3-8b, smollm2")
+    assert wanted_targets("cuda") == wanted_targets("cpu") == ["qwen3-8b", "smollm2"]
+    monkeypatch.setenv("LONGSPARK_TARGETS", "gpt")
+    with pytest.raises(ValueError, match=r"LONGSPARK_TARGETS names \['gpt'\]; it takes qwen3-4b, qwen3-8b, smollm2"):
+        wanted_targets("cpu")
+
+
+def test_what_was_left_out_is_shown():
+    POOL.left_out["qwen3-4b"] = "no <network>"
+    assert "Left out: qwen3-4b (no &lt;network&gt;)" in status_html("a CPU")
+    assert actions.server_limits()["left_out"] == {"qwen3-4b": "no <network>"}
+
+
 @pytest.mark.parametrize("context", [*NO_LENGTHS, 0, 131073])
 def test_a_measurement_is_of_one_length(context):
     fill_pool(scripted_target())
@@ -275,13 +409,53 @@ def test_stop_withdraws_what_waits_and_tells_what_runs():
     stop = Stop()
     _, withdrawn, *buttons = app._stop(stop.path)
     assert withdrawn == stop.path and not stop.is_set()
-    assert [button.interactive for button in buttons] == [True] * 3 + [False] * 2
+    assert [button.interactive for button in buttons] == [True] * 4 + [False] * 2
     with app._running(stop.path):
         assert app._stop(stop.path)[1] != stop.path and stop.is_set()
     assert not stop.is_set()
     fns = app.build_app().fns.values()
+    assert [fn.queue for fn in fns if fn.name == "_stop"] == [False] * 2
     assert [len(fn.cancels) for fn in fns if fn.cancels] == [3]
     assert [fn.concurrency_limit for fn in fns if fn.concurrency_id == "documents"] == [1, 1]  # one is read at a time
+
+
+def test_nothing_is_cleared_while_points_are_on_their_way():
+    page = app.build_app()
+    clear = next(block for block in page.blocks.values() if block.elem_id == "clear")
+    assert [button.interactive for button in app._begin()[2:]] == [False] * 4 + [True] * 2
+    for work in ("_begin", "_end", "_failed"):
+        wired = [fn.outputs[-6:] for fn in page.fns.values() if fn.name == work]
+        assert len(wired) == 3 and all(outputs[3] is clear for outputs in wired)
+
+
+def test_what_failed_or_was_refused_can_be_tried_again():
+    for withdrawn in ("this", "another"):
+        _, *buttons = app._failed("this", withdrawn)
+        assert [button.interactive for button in buttons] == [True] * 4 + [False] * 2
+
+
+def test_the_growing_cache_is_measured_when_asked():
+    fill_pool(scripted_target())
+    for growing, methods in ((False, ["longspark"]), (True, ["longspark", "dflash"])):
+        for work in (
+            app._measure(NAME, RANDOM, 1024, growing, [], Stop().path),
+            app._sweep(NAME, RANDOM, growing, [], Stop().path),
+        ):
+            found = next(points for *_, points in work if isinstance(points, list))
+            work.close()
+            assert list(dict.fromkeys(point.method for point in found)) == methods
+    assert app._choose_target(NAME, 0, 0, [])[3].value is app._show_loading()[6].value is True
+    assert has_committed(COMMITTED_FOR, Committed.read()) and not has_committed(NAME, Committed.read())
+    box = next(block for block in app.build_app().blocks.values() if block.elem_id == "growing")
+    assert box.value is False and box.label
+
+
+def test_what_visitors_left_is_not_kept_for_ever(monkeypatch):
+    states = [block for block in app.build_app().blocks.values() if isinstance(block, app.gr.State)]
+    assert [state.time_to_live for state in states] == [app.KEEP_STATES] * 3
+    fill_pool(scripted_target())
+    monkeypatch.setattr(app.gr.Blocks, "launch", lambda self, **options: options)
+    assert app.main()["state_session_capacity"] == app.MAX_SESSIONS <= 256
 
 
 def test_a_measurement_ends_when_its_client_leaves():
@@ -477,18 +651,81 @@ def test_endpoints_refuse_politely_and_tell_their_limits(served, tmp_path, capfd
     assert [path for path in (tmp_path / "uploads").rglob("*") if path.is_file() and path.stat().st_size] == []
 
 
+class Visitor:
+    """What a page sends, into the queue or past it, as the app tells it to."""
+
+    def __init__(self, url, name):
+        self.url, self.name, self.fns = f"{url}gradio_api/", name, app.build_app().fns
+
+    def send(self, work, *data):
+        number, fn = next((number, fn) for number, fn in self.fns.items() if fn.name == work)
+        to = "queue/join" if fn.queue else "run/predict"
+        body = {"fn_index": number, "data": data, "session_hash": self.name}
+        return httpx.post(self.url + to, json=body, timeout=20)
+
+    def at_once(self, work, *data):
+        return self.send(work, *data).raise_for_status().json()["data"]
+
+    def start_race(self):
+        self.at_once("_show_loading")
+        self.at_once("_begin")
+        return self.send("_race", PROMPT, None, 0, NAME, DRAFTER, 0, NEW_TOKENS, 0, None, None)
+
+    def withdraw(self, event_id):
+        number = next(number for number, fn in self.fns.items() if fn.name == "_race")
+        body = {"session_hash": self.name, "fn_index": number, "event_id": event_id}
+        httpx.post(self.url + "cancel", json=body).raise_for_status()
+
+    def heard(self):
+        return httpx.get(self.url + "queue/data", params={"session_hash": self.name}, timeout=60).text
+
+
+def test_a_full_queue_stops_nobody_from_stopping(served):
+    held, reached = threading.Event(), threading.Event()
+    drafter = POOL.targets[NAME].drafters[DRAFTER]
+    drafter.__class__ = FailingDrafter
+    drafter.act = lambda: (reached.set(), held.wait(60))  # within the second round
+    runs, waits, others = (Visitor(served, name) for name in ("runs", "waits", "others"))
+    try:
+        assert runs.start_race().is_success and reached.wait(30)
+        waiting = waits.start_race()
+        empty = ["", 0, 64, 0.0, 0, "", "", ""]  # refused when its turn comes
+        answers = [others.send("race", *empty).status_code for _ in range(MAX_QUEUE)]
+        assert answers == [200] * (MAX_QUEUE - 1) + [503]  # with the one that waits: one runs, twelve wait
+
+        message, withdrawn, *buttons = waits.at_once("_stop", None)
+        assert "Stopped before it began" in message and withdrawn.startswith("/") and buttons[0]["interactive"]
+        waits.withdraw(waiting.json()["event_id"])
+        assert others.send("race", *empty).status_code == 200  # there is room again
+        assert "Stopping" in runs.at_once("_stop", None)[0]
+    finally:
+        held.set()
+    assert "Stopped. What was generated until then stays." in runs.heard()
+    assert "prompt is empty" in others.heard()  # all have had their turn
+
+
 def test_every_endpoint_is_documented():
     readme = (SPACE / "README.md").read_text(encoding="utf-8")
     endpoints = {d["api_name"] for d in app.build_app().config["dependencies"] if d.get("api_visibility") == "public"}
     assert {"race", "measure", "sweep", "limits", "read_document"} == endpoints
     assert all(f"`/{name}`" in readme for name in endpoints)
+    fill_pool(scripted_target())
+    race, limits = actions.race_values(run()), actions.server_limits()
+    point = [field.name for field in fields(Point)]
+    returned = [*race, *race["plain"], *point, *limits, *limits["targets"][NAME], "done", "total", "points"]
+    assert [name for name in returned if f"`{name}`" not in readme] == []
 
 
 def test_the_folder_for_a_space_is_complete(tmp_path):
     import gradio
     from assemble import assemble
+    from packaging.requirements import Requirement
 
     folder = assemble(tmp_path / "space")
+    torch_range = next(
+        Requirement(line.strip()) for line in (folder / "requirements.txt").open() if line.startswith("torch")
+    )
+    assert [torch_range.specifier.contains(f"2.{minor}.0") for minor in (7, 8, 11, 12)] == [False, True, True, False]
     front = (folder / "README.md").read_text(encoding="utf-8").split("---")[1]
     assert f"sdk_version: {gradio.__version__.split('.')[0]}." in front and "app_file: app.py" in front
     for name in ("app.py", "requirements.txt", "style.css", "longspark_hf/modeling_longspark.py"):

@@ -33,6 +33,11 @@ def set_new_tokens(page, number):
     raise AssertionError(f"new tokens stay at {slider.input_value()}")
 
 
+def measure_growing_too(page):
+    page.wait_for_timeout(1000)  # the box follows the target, which was chosen a moment ago
+    page.locator("#growing input").check()
+
+
 def race(page, prompt=PROMPT):
     page.locator("#prompt textarea").fill(prompt)
     page.locator("#race").click()
@@ -91,6 +96,7 @@ def test_a_race_on_smollm2_gives_one_text_twice_and_points_in_the_charts(space, 
     assert "committed, 20" in page.locator("#charts").inner_text()
 
     page.locator("#context").get_by_text("2K", exact=True).click()
+    measure_growing_too(page)
     page.locator("#measure").click()
     page.wait_for_selector("[data-chart=draft_ms] circle[data-method=dflash][data-context='2048']")
     assert page.locator("[data-chart=draft_ms] circle[data-method=longspark][data-context='2048']").count() == 1
@@ -99,9 +105,11 @@ def test_a_race_on_smollm2_gives_one_text_twice_and_points_in_the_charts(space, 
 
 def test_a_sweep_shows_its_progress_and_can_be_cancelled(space, open_page):
     page = ready(open_page(space[0]))
+    measure_growing_too(page)
     page.locator("#sweep").click()
     page.wait_for_selector("#progress progress")
     page.wait_for_selector("[data-chart=draft_ms] circle[data-context='1024']")
+    assert page.locator("#clear").is_disabled()  # it would bring cleared points back
     page.locator("#cancel").click()
     page.wait_for_selector("#progress >> text=Cancelled")
     page.wait_for_selector("#sweep:not([disabled])")
@@ -176,7 +184,7 @@ def test_the_page_works_by_keyboard_and_every_control_has_a_name(space, open_pag
     for _ in range(30):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.closest('[id]')?.id"))
-    assert {"example-0", "race", "measure", "sweep", "clear"} <= reached
+    assert {"example-0", "race", "growing", "measure", "sweep", "clear"} <= reached
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, textarea, select, input:not([type=file])')].filter(e => e.offsetParent"
         " && !(e.innerText || e.getAttribute('aria-label') || e.labels?.length || e.title)).map(e => e.outerHTML)"
@@ -289,6 +297,7 @@ def test_the_page_shows_exactly_what_the_scripted_drafter_does(open_page):
 @pytest.mark.parametrize("name, width, scheme", [("desktop", 1280, "light"), ("phone", 390, "dark")])
 def test_pictures_of_the_page(space, open_page, name, width, scheme):
     page = ready(open_page(space[0], viewport={"width": width, "height": 900}, color_scheme=scheme))
+    measure_growing_too(page)
     page.locator("#sweep").click()
     page.wait_for_selector("#progress >> text=points measured")
     race(page, "What is a glacier, and where in Europe can I see one?")
