@@ -18,7 +18,7 @@ ARGUMENTS = {
     "long_document.py": [__file__],
     "batch.py": [],
     "from_hub.py": [],
-    "train_your_own.py": ["--output", "mine", "--samples", "6", "--steps", "6", "--max-new-tokens", "24"],
+    "train_your_own.py": ["--output", "mine", "--samples", "3", "--steps", "2", "--max-new-tokens", "16"],
 }
 SHOWN = {
     "quickstart.py": r"identical: True",
