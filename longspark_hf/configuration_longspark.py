@@ -303,10 +303,10 @@ class LongSparkConfig(PreTrainedConfig):
                 f"special token of its tokenizer or an unused row of its {text.vocab_size}-row embedding table."
             )
         rope_parameters = getattr(text, "rope_parameters", None)
-        if not rope_parameters:
+        if not rope_parameters or getattr(text, "alibi", False):
             raise ValueError(
-                f"The target config `{type(text).__name__}` has no `rope_parameters`; LongSpark needs a target with "
-                "rotary position embeddings."
+                f"The target config `{type(text).__name__}` has {'`alibi`' if rope_parameters else 'no `rope_parameters`'}; LongSpark "
+                "needs a target with rotary position embeddings."
             )
 
         num_target_layers = text.num_hidden_layers

@@ -9,6 +9,8 @@ AUTO = "auto"
 NEW_SECONDS, NEW_ACCEPTED = 0.2, 0.05
 # Before many were made, all weigh the same, and half accepted as much as so many together.
 HALF_ACCEPTED = 2
+# One round counts as so many times slower than those before at most: a machine that stops for a moment says nothing.
+SLOWEST = 1.5
 # How far a length that was not tried is believed to be as slow as the line between its neighbours, not as fast as the shorter.
 FEARED = 0.5
 # Rounds at the start that measure both ends, the whole block and no draft, in turn.
@@ -65,10 +67,13 @@ class DraftSchedule:
         self.rounds += 1
         if not self.auto:
             return
+        seconds = max(seconds, 1e-9)  # a coarse clock may see no time pass
         self.samples[length] += 1
-        if self.samples[length] <= 2:  # the first round of a length pays for allocations: the second one counts
-            self.seconds[length] = seconds
-        self.seconds[length] += NEW_SECONDS * (seconds - self.seconds[length])
+        known = self.seconds.get(length, seconds)
+        if self.samples[length] <= 2:  # one may pay for allocations, one may meet a busy machine, hardly both
+            self.seconds[length] = min(known, seconds)
+        else:
+            self.seconds[length] = known + NEW_SECONDS * (min(seconds, SLOWEST * known) - known)
         for number in accepted:
             for position in range(min(number + 1, length)):
                 self.judged[position] += 1

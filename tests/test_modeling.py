@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModel,
+    FalconConfig,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -195,7 +196,9 @@ def test_drafter_requires_a_mask_token():
 
 
 @pytest.mark.parametrize(
-    "target_config, named", [(T5Config(), "encoder-decoder"), (GPT2Config(), "rotary")], ids=["t5", "gpt2"]
+    "target_config, named",
+    [(T5Config(), "encoder-decoder"), (GPT2Config(), "rotary"), (FalconConfig(alibi=True), "alibi.*rotary")],
+    ids=["t5", "gpt2", "falcon-alibi"],
 )
 def test_config_from_target_refuses_a_target_that_cannot_be_drafted_for(target_config, named):
     with pytest.raises(ValueError, match=named) as error:

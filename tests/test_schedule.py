@@ -111,6 +111,24 @@ def test_a_threshold_cuts_where_the_drafter_is_unsure(qwen3, answers):  # noqa: 
     assert oracle.stats.mean_acceptance_length > 6, "a point mass is sure"
 
 
+@pytest.mark.parametrize("slow", range(6))
+@pytest.mark.parametrize("accepted, most", [(0, 290), (7, 100)])
+def test_one_slow_round_decides_nothing(slow, accepted, most):
+    """256 tokens, in plain steps: at best 256, and 71 where everything is accepted."""
+    count = iter(range(10**6))
+
+    def seconds(length):
+        return cpu_seconds(length) * (3 if next(count) == slow else 1)
+
+    _, total = simulate(DraftSchedule(7, "auto"), lambda _, length: min(length, accepted), seconds)
+    assert total < most
+
+
+def test_a_clock_may_stand_still():
+    lengths, _ = simulate(DraftSchedule(7, "auto"), lambda _, length: length, lambda length: 0.0)
+    assert lengths
+
+
 def test_drafts_that_a_threshold_cuts_to_nothing_are_given_up(qwen3, prompt, monkeypatch):
     """They take as long as any; counted as no drafts, they would be made in every round."""
     drafter, drafts = random_drafter(qwen3), []

@@ -155,10 +155,10 @@ class RoundProfiler:
         """
         read, cache = input_ids[:, :-1], DynamicCache(config=self.target.config)
         self._generate(read, cache, max_new_tokens=1, do_sample=False)
-        self.cache, self.cache_in_place = copy.deepcopy(cache), copy.deepcopy(cache)
-        for plain in (self.cache, self.cache_in_place):
-            plain.activate_past_recording()  # every plain step is taken back
         try:
+            self.cache, self.cache_in_place = copy.deepcopy(cache), copy.deepcopy(cache)
+            for plain in (self.cache, self.cache_in_place):
+                plain.activate_past_recording()  # every plain step is taken back
             with appending_in_place(self.cache_in_place):
                 yield lambda **arguments: self._generate(input_ids, copy.deepcopy(cache), **arguments)
         finally:
