@@ -1,6 +1,7 @@
 """Tiny random targets and scripted drafters that the whole suite shares."""
 
 import contextlib
+import copy
 import importlib
 import inspect
 import sys
@@ -117,7 +118,7 @@ FULL_ATTENTION = ["qwen3", "llama", "qwen3-moe", "phi"]
 
 def build(name: str, seed: int = 0):
     """The tiny target of that name, in fp32."""
-    config = (TARGETS | MORE_TARGETS)[name]
+    config = copy.deepcopy((TARGETS | MORE_TARGETS)[name])  # tests change that of their own target
     torch.manual_seed(seed)
     if isinstance(config, Gemma3Config):
         model = Gemma3ForConditionalGeneration(config)
