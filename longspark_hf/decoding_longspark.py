@@ -241,8 +241,8 @@ class AssistedDecoding:
     def _round(self) -> None:
         start = time.perf_counter()
         left = max(self.budget - len(self.sequences[b].tokens) for b in self.running if b not in self.lingering) - 1
-        num_tokens = min(self.schedule.length(), left) if self.drafting else 0
-        draft = self._draft(num_tokens) if num_tokens > 0 else None
+        num_tokens = max(min(self.schedule.length(), left), 0) if self.drafting else 0
+        draft = self._draft(num_tokens) if num_tokens else None
         self.clock.mark("draft")
         token_ids = self.anchors[:, None]
         if draft is not None:
@@ -251,7 +251,7 @@ class AssistedDecoding:
         logits = outputs.logits[:, -token_ids.shape[1] :].to(dtype=torch.float32, device=self.device)
         self.anchors = self._keep(token_ids[:, 1:], draft, logits, outputs)
         self.clock.mark("verify")
-        self.schedule.note(max(num_tokens, 0), self.accepted, time.perf_counter() - start)
+        self.schedule.note(num_tokens, self.accepted, time.perf_counter() - start)
         self._retire()
         self.clock.mark("rest")  # a streamer takes as long as it takes
 

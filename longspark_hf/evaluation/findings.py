@@ -67,6 +67,10 @@ COLUMNS: list[Column] = [
     ("state\nMiB", _number("state_bytes", 1, 2**20)),
     ("total\nMiB", _number("total_bytes", 0, 2**20)),
 ]
+# For results that hold no plain steps and no totals.
+BARE_COLUMNS = [
+    column for column in COLUMNS if column[0].startswith(("method", "context", "draft", "verify", "state"))
+]
 LEGEND = (
     "draft: committed rows taken in and a block drafted. verify: the target's pass over it, LongSpark's with the cache and attention "
     "that it gives the target, all others as in transformers. plain: a step of the target alone in the stock cache; in place: in one that "

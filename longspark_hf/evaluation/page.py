@@ -133,7 +133,7 @@ def _sweep(name: str, result: dict[str, Any]) -> Section:
     parts += [plots.draft_and_state(rows)] + ([plots.round_cost(rows)] if full else [])
     result = {**result, "findings": findings.findings(rows)}
     parts.append(findings.finding_lines(result))
-    columns = findings.COLUMNS if full else findings.COLUMNS[:4] + findings.COLUMNS[8:9]
+    columns = findings.COLUMNS if full else findings.BARE_COLUMNS
     parts += [columns_table(columns, rows), findings.LEGEND]
     if result.get("prefill"):
         seconds = [

@@ -73,8 +73,8 @@ class RoundProfiler:
       commits or crops of the target's cache; `rest`: Python between them, masks, arguments of the target, streaming.
 
     After every round one token is decoded in each of two caches that hold the prompt, one as plain `generate` keeps it and one
-    that appends in place: plain steps, interleaved with what they are compared with. Methods are replaced inside [`~RoundProfiler.installed`] only, some of them for all of the
-    process: nothing else may generate meanwhile.
+    that appends in place: plain steps, interleaved with what they are compared with. Methods are replaced inside
+    [`~RoundProfiler.installed`] only, some of them for all of the process: nothing else may generate meanwhile.
     """
 
     def __init__(self, target: PreTrainedModel, drafter: LongSparkDrafter):
